@@ -1,0 +1,1 @@
+"""The attention backend chosen with ``--attention-backend CUSTOM``."""

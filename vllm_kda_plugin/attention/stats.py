@@ -1,0 +1,66 @@
+"""Counts what the attention backend did in this process and reports it in the log."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from multiprocessing.util import Finalize
+from typing import Any
+
+_MARK = "KDA plugin stats: "
+REPORT_INTERVAL_S = 10.0
+
+
+@dataclasses.dataclass
+class AttentionStats:
+    """Counters of one process; ``backend`` is the class whose forward ran, ``module.qualname``.
+
+    A *step* is one batch given to the model; a *gather* is one copy of paged KV into contiguous K and
+    V for one layer and one group of requests. ``gathered_bytes`` counts K and V once, as payload.
+    """
+
+    backend: str = ""
+    steps: int = 0
+    gathers: int = 0
+    gathered_tokens: int = 0
+    gathered_bytes: int = 0
+
+    def line(self) -> str:
+        """The log line of these counters; :func:`parse_line` reads it back."""
+        return _MARK + json.dumps({"pid": os.getpid(), **dataclasses.asdict(self)})
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """The counters in a log line written by :meth:`AttentionStats.line`, else None."""
+    _, found, tail = line.partition(_MARK)
+    return json.loads(tail) if found else None
+
+
+STATS = AttentionStats()
+
+
+class Reporter:
+    """Logs :data:`STATS` when the process ends and, if ``periodic``, every 10 s while steps arrive."""
+
+    def __init__(self, periodic: bool) -> None:
+        from vllm.logger import init_logger
+
+        self._logger = init_logger("vllm.kda_plugin")
+        self._periodic = periodic
+        self._next = time.monotonic() + REPORT_INTERVAL_S
+        # multiprocessing children skip atexit on some Pythons; Finalize runs in them and in the main process.
+        self._final = Finalize(None, self.report, exitpriority=10)
+
+    def step(self) -> None:
+        """Call once a step."""
+        STATS.steps += 1
+        if self._periodic and time.monotonic() >= self._next:
+            self._next = time.monotonic() + REPORT_INTERVAL_S
+            self.report()
+
+    def report(self) -> None:
+        """Log the counters now, if this process did any attention."""
+        if STATS.steps:
+            self._logger.info("%s", STATS.line())

@@ -1,0 +1,1 @@
+"""Thin typed wrappers around the kernels in ``csrc/`` and their torch equivalents."""

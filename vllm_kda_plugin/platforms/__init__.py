@@ -1,0 +1,1 @@
+"""What the CPU and the CUDA platform need to differ in, and nowhere else."""

@@ -1,0 +1,74 @@
+"""Writes small random models to disk, tokenizer included, so that demos and tests need no model hub."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+# Vocabulary: 256 bytes, then the special tokens.
+_SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>")
+VOCAB_SIZE = 256 + len(_SPECIAL)
+# Wide enough that greedy text varies; with the usual 0.02 a random model repeats one token.
+WEIGHT_STD = 0.2
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+
+
+def write_tokenizer(path: pathlib.Path) -> None:
+    """Write a byte-level tokenizer: one token a byte of UTF-8, plus bos, eos and pad."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*alphabet, *_SPECIAL])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    bos, eos, pad = _SPECIAL
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad).save_pretrained(
+        str(path)
+    )
+
+
+def write_model(path: pathlib.Path, model_type: str = "llama", *, seed: int = 0, **config: Any) -> pathlib.Path:
+    """Write a random model of a Hugging Face ``model_type`` and its tokenizer into ``path``.
+
+    Args:
+        path: a folder; made if missing. A finished model found there is kept as it is.
+        model_type: any causal language model type that transformers knows, such as ``llama``.
+        seed: of the weights.
+        config: overrides of that type's configuration, on top of a small default (4 layers, 4 query
+            heads, 2 KV heads of 64).
+
+    Returns:
+        ``path``.
+    """
+    done = path / "model.safetensors"
+    if done.exists():
+        return path
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path.mkdir(parents=True, exist_ok=True)
+    settings = {**_SMALL, "vocab_size": VOCAB_SIZE, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
+    hf_config = AutoConfig.for_model(model_type, **{**settings, **config})
+    hf_config.dtype = "float32"
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(hf_config).to(torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=WEIGHT_STD, generator=generator)
+            elif name.endswith("bias"):
+                weight.zero_()
+    write_tokenizer(path)
+    model.save_pretrained(str(path), safe_serialization=True)
+    return path
