@@ -15,14 +15,15 @@ REPORT_INTERVAL_S = 10.0
 
 @dataclasses.dataclass
 class AttentionStats:
-    """Counters of one process; ``backend`` is the class whose forward ran, ``module.qualname``.
+    """Counters of one process.
 
-    A *step* is one batch given to the model; a *gather* is one copy of paged KV into contiguous K and
-    V for one layer and one group of requests. ``gathered_bytes`` counts K and V once, as payload.
+    ``implementation`` is the class whose forward ran, ``module.qualname``; a *forward* is one layer of one
+    step; a *gather* is one copy of paged KV into contiguous K and V, for one layer and one or more
+    requests. ``gathered_bytes`` counts K and V once, as payload.
     """
 
-    backend: str = ""
-    steps: int = 0
+    implementation: str = ""
+    forwards: int = 0
     gathers: int = 0
     gathered_tokens: int = 0
     gathered_bytes: int = 0
@@ -42,7 +43,7 @@ STATS = AttentionStats()
 
 
 class Reporter:
-    """Logs :data:`STATS` when the process ends and, if ``periodic``, every 10 s while steps arrive."""
+    """Logs :data:`STATS` when the process ends and, if ``periodic``, every 10 s while it works."""
 
     def __init__(self, periodic: bool) -> None:
         from vllm.logger import init_logger
@@ -53,14 +54,14 @@ class Reporter:
         # multiprocessing children skip atexit on some Pythons; Finalize runs in them and in the main process.
         self._final = Finalize(None, self.report, exitpriority=10)
 
-    def step(self) -> None:
-        """Call once a step."""
-        STATS.steps += 1
+    def forward(self) -> None:
+        """Call once a forward."""
+        STATS.forwards += 1
         if self._periodic and time.monotonic() >= self._next:
             self._next = time.monotonic() + REPORT_INTERVAL_S
             self.report()
 
     def report(self) -> None:
         """Log the counters now, if this process did any attention."""
-        if STATS.steps:
+        if STATS.forwards:
             self._logger.info("%s", STATS.line())
