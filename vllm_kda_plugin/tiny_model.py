@@ -8,8 +8,13 @@ from typing import Any
 # Vocabulary: 256 bytes, then the special tokens.
 _SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>")
 VOCAB_SIZE = 256 + len(_SPECIAL)
-# Wide enough that greedy text varies; with the usual 0.02 a random model repeats one token.
+# Wide enough that greedy text varies; with the usual 0.02 a random model repeats one token. Embeddings that are
+# also the output projection must stay small, or the token read outweighs all layers and is said again.
 WEIGHT_STD = 0.2
+TIED_EMBEDDING_STD = 0.01
+# The projection out of the MLP is narrow, so that attention decides the next token more than the last token does.
+MLP_OUT_STD = 0.05
+_MLP_OUT = ("down_proj.weight", "dense_4h_to_h.weight")
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 256,
@@ -63,10 +68,12 @@ def write_model(path: pathlib.Path, model_type: str = "llama", *, seed: int = 0,
     hf_config.dtype = "float32"
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(hf_config).to(torch.float32)
+    tied = model.get_input_embeddings().weight if hf_config.tie_word_embeddings else None
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
-                weight.normal_(std=WEIGHT_STD, generator=generator)
+                std = TIED_EMBEDDING_STD if weight is tied else MLP_OUT_STD if name.endswith(_MLP_OUT) else WEIGHT_STD
+                weight.normal_(std=std, generator=generator)
             elif name.endswith("bias"):
                 weight.zero_()
     write_tokenizer(path)

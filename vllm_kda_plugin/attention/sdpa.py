@@ -55,9 +55,14 @@ class Attention:
         if causal:
             right = 0 if right is None else min(right, 0)
         end = first_key + key.shape[0]
-        if end == first_key:
+        # Rows before and after these see no key, because of the window.
+        seeing_first = 0 if right is None else max(0, first_key - right - context)
+        seeing_end = query.shape[0] if left is None else min(query.shape[0], end + left - context)
+        if end == first_key or seeing_first >= seeing_end:
             out.zero_()
             return
+        out[:seeing_first].zero_()
+        out[seeing_end:].zero_()
         # Top-left and bottom-right alignment agree here, so the kernel can be causal by itself.
         square = causal and context == first_key and key.shape[0] == query.shape[0]
         if square and left is None and not self._needs_logits and self.alibi_slopes is None:
@@ -65,14 +70,11 @@ class Attention:
             return
         heads = query.shape[1] if self._needs_logits or self.alibi_slopes is not None else 1
         rows = max(1, _TILE_ELEMENTS // (heads * key.shape[0]))
-        for row in range(0, query.shape[0], rows):
-            tile = slice(row, min(row + rows, query.shape[0]))
+        for row in range(seeing_first, seeing_end, rows):
+            tile = slice(row, min(row + rows, seeing_end))
             first, last = context + tile.start, context + tile.stop - 1  # positions of the tile's queries
             low = first_key if left is None else max(first_key, first - left)
             high = end if right is None else min(end, last + right + 1)
-            if low >= high:
-                out[tile].zero_()
-                continue
             seen = slice(low - first_key, high - first_key)
             mask = self._mask(torch.arange(first, last + 1), torch.arange(low, high), left, right)
             attend = self._explicit if self._needs_logits else self._sdpa
