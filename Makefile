@@ -17,8 +17,9 @@ lint:
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-clean: ## what builds and tests leave, but not the environment
+# Not the environment itself, only its note that this checkout's kernels are compiled.
+clean: ## remove what builds and tests leave
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf vllm_kda_plugin/kernels/fatbin vllm_kda_plugin/kernels/csrc
-	rm -f $(VENV)/vllm-kda-plugin.json # so that the next set-up compiles the kernels again
+	rm -f $(VENV)/vllm-kda-plugin.json
 	find vllm_kda_plugin tests -name __pycache__ -prune -exec rm -rf {} +

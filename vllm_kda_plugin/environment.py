@@ -122,7 +122,8 @@ def torch_cuda() -> str | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    version = Path(spec.origin).with_name("version.py")
+    text = version.read_text(encoding="utf-8") if version.exists() else ""
     found = re.search(r"^cuda\b.*=\s*'([\d.]+)'", text, re.MULTILINE)
     return found[1] if found else None
 
