@@ -1,0 +1,264 @@
+"""The kernel loader without a GPU: what it says when something is missing, and which of its two paths it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kda_plugin.kernels import loader
+from vllm_kda_plugin.kernels.loader import CuPyUnavailable, KernelStatus, KernelUnavailable, check_cupy, kernel_status
+
+ROOT = Path(loader.__file__).parents[2]
+SOURCES = sorted((ROOT / "csrc").glob("*.cu"))
+NAME = "gather_paged_kv"
+
+
+def test_every_source_is_a_known_kernel() -> None:
+    assert sorted(loader.KERNELS) == [source.stem for source in SOURCES]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_source_compiles_for_hopper_without_spills(source: Path, tmp_path: Path) -> None:
+    cubin = tmp_path / "kernel.cubin"
+    command = ["nvcc", "-cubin", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas", "-v"]
+    done = subprocess.run([*command, str(source), "-o", str(cubin)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    assert spills == [("0", "0", "0")] * len(loader.KERNELS[source.stem])
+    for entry in loader.KERNELS[source.stem]:
+        assert b"\0" + entry.encode() + b"\0" in cubin.read_bytes()  # in its symbol table
+
+
+def distributions(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    found = [SimpleNamespace(name=name) for name in (*names, "numpy", None)]
+    monkeypatch.setattr(loader.importlib.metadata, "distributions", lambda: found)
+
+
+@pytest.mark.parametrize(("cuda", "name"), [("12.8", "cupy-cuda12x"), ("13.0", "cupy-cuda13x"), ("13.0", "cupy")])
+def test_cupy_for_the_cuda_of_torch_is_taken(cuda: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    distributions(monkeypatch, name)
+    check_cupy(cuda)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "names", "fix"),
+    [
+        ("12.8", [], "not installed; run: pip install cupy-cuda12x"),
+        ("13.0", [], "not installed; run: pip install cupy-cuda13x"),
+        ("13.0", ["cupy-cuda12x"], "pip uninstall -y cupy-cuda12x && pip install cupy-cuda13x"),
+        ("12.6", ["cupy-cuda13x"], "pip uninstall -y cupy-cuda13x && pip install cupy-cuda12x"),
+        (
+            "13.0",  # they overwrite each other's files
+            ["cupy-cuda13x", "cupy-cuda12x"],
+            "pip uninstall -y cupy-cuda12x cupy-cuda13x && pip install cupy-cuda13x",
+        ),
+    ],
+)
+def test_missing_or_other_cupy_is_reported_with_the_fix(
+    cuda: str, names: list[str], fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributions(monkeypatch, *names)
+    with pytest.raises(CuPyUnavailable, match=f"{re.escape(fix)}$") as caught:
+        check_cupy(cuda)
+    assert isinstance(caught.value, ImportError)
+    assert all(name in str(caught.value) for name in names)
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")
+def test_status_with_a_cpu_build_of_torch() -> None:
+    [status] = kernel_status()
+    assert (status.name, status.state) == (NAME, "none")
+    assert "built without CUDA; install a CUDA build of torch" in status.detail
+    with pytest.raises(KernelUnavailable, match="built without CUDA"):
+        loader.load(NAME, 0)
+
+
+def test_status_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from vllm_kda_plugin.kernels.loader import kernel_status\n"
+        "print(kernel_status())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "state='none'" in done.stdout
+    assert "torch" in done.stdout
+
+
+class FakeModule:
+    """CuPy's RawModule; ``broken`` are the sources it fails to load or compile: "path", "code"."""
+
+    broken: tuple[str, ...] = ()
+
+    def __init__(self, **source: Any) -> None:
+        self.source = source
+
+    def get_function(self, entry: str) -> Any:
+        for kind in self.broken:
+            if kind in self.source:
+                raise RuntimeError(f"{kind} is broken")
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=hash(entry)))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """A machine that seems to have a GPU and CuPy. Launches are noted in ``launches``."""
+    fake = SimpleNamespace(launches=[], context=1, current=0, devices=[], capturing=False)
+
+    def launch_kernel(*call: int) -> None:
+        *shape, stream, parameters, extra = call
+        struct = ctypes.c_void_p.from_address(parameters).value
+        assert struct is not None
+        fake.launches.append((shape, stream, list((ctypes.c_longlong * 3).from_address(struct)), extra))
+
+    @contextlib.contextmanager
+    def use_device(index: int) -> Any:
+        before, fake.current = fake.current, index
+        yield
+        fake.current = before
+
+    runtime = SimpleNamespace(setDevice=fake.devices.append)
+    driver = SimpleNamespace(ctxGetCurrent=lambda: fake.context, launchKernel=launch_kernel)
+    monkeypatch.setitem(
+        sys.modules, "cupy", SimpleNamespace(RawModule=FakeModule, cuda=SimpleNamespace(runtime=runtime))
+    )
+    for module in ("cupy_backends", "cupy_backends.cuda"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.api", SimpleNamespace(driver=driver, runtime=runtime))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: fake.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(torch.cuda, "device", use_device)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
+    monkeypatch.setattr(FakeModule, "broken", ())
+    monkeypatch.setattr(loader, "FATBINS", tmp_path)
+    monkeypatch.setattr(loader, "_loaded", {})
+    distributions(monkeypatch, "cupy-cuda13x")
+    return fake
+
+
+def test_fatbin_is_preferred(gpu: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / f"{NAME}.fatbin").touch()
+    assert kernel_status() == [KernelStatus(NAME, "prebuilt")]
+
+
+def test_source_is_compiled_where_no_fatbin_was_built(gpu: SimpleNamespace) -> None:
+    assert kernel_status() == [KernelStatus(NAME, "runtime", "no fatbin was built")]
+
+
+def test_source_is_compiled_where_the_fatbin_is_for_other_gpus(
+    gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{NAME}.fatbin").touch()
+    monkeypatch.setattr(FakeModule, "broken", ("path",))
+    [status] = kernel_status()
+    assert status == KernelStatus(NAME, "runtime", "the fatbin does not load on this GPU (path is broken)")
+
+
+def test_source_is_compiled_where_it_is_newer_than_the_fatbin(gpu: SimpleNamespace, tmp_path: Path) -> None:
+    fatbin = tmp_path / f"{NAME}.fatbin"
+    fatbin.touch()
+    os.utime(fatbin, (0, 0))
+    assert kernel_status() == [KernelStatus(NAME, "runtime", "the fatbin is older than its source")]
+
+
+def test_both_paths_failing_gives_both_reasons(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeModule, "broken", ("code",))
+    [status] = kernel_status()
+    assert status.state == "none"
+    assert "no fatbin was built, and compiling it failed: code is broken" in status.detail
+    with pytest.raises(KernelUnavailable, match="code is broken"):
+        loader.load(NAME, 0)
+
+
+def test_source_missing_as_well(gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "SOURCES", (tmp_path / "a", tmp_path / "b"))
+    with pytest.raises(KernelUnavailable, match="its source is missing; reinstall"):
+        loader.load(NAME, 0)
+
+
+def test_missing_cupy_is_the_status(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    distributions(monkeypatch)
+    [status] = kernel_status()
+    assert status.state == "none"
+    assert status.detail.endswith("run: pip install cupy-cuda13x")
+
+
+def test_cupy_that_does_not_import(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(CuPyUnavailable, match=r"fails to import .*pip install --force-reinstall cupy-cuda13x"):
+        loader.load(NAME, 0)
+
+
+def test_nothing_is_loaded_during_capture(gpu: SimpleNamespace) -> None:
+    gpu.capturing = True
+    with pytest.raises(RuntimeError, match=r"call load\('gather_paged_kv', 0\) before the capture"):
+        loader.load(NAME, 0)
+    gpu.capturing = False
+    kernel = loader.load(NAME, 0)
+    gpu.capturing = True
+    assert loader.load(NAME, 0) is kernel
+
+
+def test_each_gpu_has_its_own_and_threads_share_it(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = loader._load
+    calls: list[int] = []
+    barrier = threading.Barrier(8)
+    found: list[loader.Kernel] = []
+
+    def counted(name: str, device: int) -> loader.Kernel:
+        calls.append(device)
+        return load(name, device)
+
+    def work(device: int) -> None:
+        barrier.wait()
+        found.append(loader.load(NAME, device))
+
+    monkeypatch.setattr(loader, "_load", counted)
+    threads = [threading.Thread(target=work, args=(index % 2,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(calls) == [0, 1]
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 2
+
+
+def test_launch_passes_the_arguments_as_one_struct_on_torchs_stream(gpu: SimpleNamespace) -> None:
+    kernel = loader.load(NAME, 0)
+    gpu.devices.clear()
+    kernel.launch("gather_paged_kv_16", 5, 256, [1, 2**40, -3])
+    [(shape, stream, args, extra)] = gpu.launches
+    assert shape == [hash("gather_paged_kv_16"), 5, 1, 1, 256, 1, 1, 0]
+    assert (stream, args, extra) == (70, [1, 2**40, -3], 0)
+    assert gpu.devices == []
+
+
+def test_launch_switches_to_the_kernels_gpu_and_back(gpu: SimpleNamespace) -> None:
+    kernel = loader.load(NAME, 1)
+    kernel.launch("gather_paged_kv_8", 1, 256, [1, 2, 3])
+    assert gpu.launches[0][1] == 71
+    assert gpu.current == 0
+
+
+def test_a_thread_without_a_context_gets_one_before_it_launches(gpu: SimpleNamespace) -> None:
+    kernel = loader.load(NAME, 0)
+    gpu.devices.clear()
+    gpu.context = 0
+    kernel.launch("gather_paged_kv_8", 1, 256, [1, 2, 3])
+    assert gpu.devices == [0]
