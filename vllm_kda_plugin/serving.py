@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import pathlib
 import signal
@@ -24,8 +25,9 @@ _ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 _SHUTDOWN = ["--shutdown-timeout", "10"]
 # Longer than vLLM's own shutdown takes; what is left then is killed.
 STOP_TIMEOUT_S = 30.0
-# An engine that outlives its API server (one told to end while it still starts up) is not waited for that long.
+# An engine that outlives its API server is not waited for that long.
 ORPHAN_TIMEOUT_S = 3.0
+REPEAT_S = 2.0
 TAIL_LINES = 30
 # What a library in the server prints whenever a process ends; it would push the error out of the tail.
 _NOISE = ("nanobind: ", "See https://nanobind", " - leaked ", " - ... skipped")
@@ -68,6 +70,7 @@ class Server:
         self.on_wait = on_wait
         self.port = 0
         self.was_killed = False
+        self._ready = False
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -157,14 +160,19 @@ class Server:
         """End the server: SIGTERM, then SIGKILL to its whole group for whatever is left. Safe to repeat."""
         if self._process is None:
             return
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        now = time.monotonic()
+        deadline, signal_at = now + STOP_TIMEOUT_S, now
         try:
-            if self._process.poll() is None:
-                self._process.send_signal(signal.SIGTERM)
-            while self.group() and time.monotonic() < deadline:
-                time.sleep(0.1)
+            while self.group() and now < deadline:
                 if self._process.poll() is not None:
-                    deadline = min(deadline, time.monotonic() + ORPHAN_TIMEOUT_S)
+                    deadline = min(deadline, now + ORPHAN_TIMEOUT_S)
+                elif now >= signal_at:
+                    self._process.send_signal(signal.SIGTERM)
+                    # vLLM can lose one that comes while it starts its engine. Once it serves, one is enough, and
+                    # another could hit the interpreter's own exit.
+                    signal_at = math.inf if self._ready else now + REPEAT_S
+                time.sleep(0.1)
+                now = time.monotonic()
         finally:  # A second Ctrl-C during the wait must not leave processes behind.
             if self.group():
                 self.was_killed = True
@@ -179,6 +187,7 @@ class Server:
                 raise self._error(f"vllm serve ended with exit code {self.exit_code} before it was ready.")
             try:
                 self.get("/health", timeout_s=2.0)
+                self._ready = True
                 return
             except OSError:
                 time.sleep(0.5)
