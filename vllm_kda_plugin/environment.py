@@ -55,7 +55,7 @@ class Pip:
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        if importlib.util.find_spec("pip") is None:
+        if installed("pip") is None:
             raise SetupFailed(f"{sys.executable} has no pip. Add it with: {sys.executable} -m ensurepip")
 
     def attempt(self, what: str, *arguments: str, otherwise: str, env: dict[str, str] | None = None) -> bool:
