@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -130,7 +129,7 @@ class GatherTorchImpl(AttentionImpl[GatherMetadata]):
         if attn_metadata.fresh:
             assert key is not None and value is not None
             self._attend(query, key, value, attn_metadata.fresh, output)
-        STATS.implementation = _qualified(type(self))
+        STATS.implementation = IMPLEMENTATION
         self.reporter.forward()
         return output
 
@@ -167,5 +166,5 @@ def _reporter(log_stats: bool) -> Reporter:
     return Reporter(log_stats)
 
 
-def _qualified(cls: type[Any]) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+# The name in the statistics, also where vLLM made a subclass for cross attention.
+IMPLEMENTATION = f"{GatherTorchImpl.__module__}.{GatherTorchImpl.__qualname__}"

@@ -1,0 +1,31 @@
+"""Settings: where they come from, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_kda_plugin.config import PluginConfig
+
+
+def test_defaults() -> None:
+    assert PluginConfig.load({}, {}) == PluginConfig(gather_workspace_mib=256, log_stats=False)
+
+
+def test_section_wins_over_environment() -> None:
+    environment = {"VLLM_KDA_GATHER_WORKSPACE_MIB": "64", "VLLM_KDA_LOG_STATS": "1", "VLLM_KDA_ARCHS": "90a"}
+    assert PluginConfig.load({"gather_workspace_mib": 32}, environment) == PluginConfig(
+        gather_workspace_mib=32, log_stats=True
+    )
+    assert PluginConfig.load({"log_stats": False}, environment) == PluginConfig(
+        gather_workspace_mib=64, log_stats=False
+    )
+
+
+def test_every_wrong_key_is_named() -> None:
+    with pytest.raises(ValueError, match=r"kda_plugin.log_stats = 3 is not allowed.*kda_plugin.speed is no setting"):
+        PluginConfig.load({"speed": 11, "log_stats": 3}, {})
+
+
+def test_unknown_variable_is_named() -> None:
+    with pytest.raises(ValueError, match=r"VLLM_KDA_SPEED is no setting.*VLLM_KDA_GATHER_WORKSPACE_MIB"):
+        PluginConfig.load({}, {"VLLM_KDA_SPEED": "11"})
