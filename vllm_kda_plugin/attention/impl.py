@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
@@ -11,7 +9,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionTy
 from vllm_kda_plugin.attention import workspace
 from vllm_kda_plugin.attention.metadata import GatherMetadata, Request
 from vllm_kda_plugin.attention.sdpa import Attention
-from vllm_kda_plugin.attention.stats import STATS, Reporter
+from vllm_kda_plugin.attention.stats import STATS, reporter
 from vllm_kda_plugin.config import PluginConfig
 from vllm_kda_plugin.kernels.gather import gather_rows
 
@@ -51,7 +49,7 @@ class GatherTorchImpl(AttentionImpl[GatherMetadata]):
         )
         vllm_config = get_current_vllm_config()
         workspace.reserve(workspace.budget_bytes(vllm_config))
-        self.reporter = _reporter(PluginConfig.from_vllm(vllm_config).log_stats)
+        self.reporter = reporter(PluginConfig.from_vllm(vllm_config).log_stats)
 
     def do_kv_cache_update(
         self,
@@ -159,11 +157,6 @@ def _window(sliding_window: int | None, attn_type: str) -> tuple[int | None, int
         return (None, None)
     both_sides = attn_type in (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
     return (sliding_window - 1, sliding_window - 1 if both_sides else 0)
-
-
-@functools.cache
-def _reporter(log_stats: bool) -> Reporter:
-    return Reporter(log_stats)
 
 
 # The name in the statistics, also where vLLM made a subclass for cross attention.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -65,3 +66,9 @@ class Reporter:
         """Log the counters now, if this process did any attention."""
         if STATS.forwards:
             self._logger.info("%s", STATS.line())
+
+
+@functools.cache
+def reporter(periodic: bool) -> Reporter:
+    """The reporter that all layers of a process share."""
+    return Reporter(periodic)
