@@ -285,6 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.here:
             complete(arguments.extra)
             return 0
+        if not is_checkout():
+            raise SetupFailed(f"A new environment is made in a checkout of {PLUGIN}. Did you mean --here?")
         # The rest is for the new interpreter to do: only it knows what it has.
         python = make_venv(arguments.venv.absolute())
         rest = [part for extra in arguments.extra for part in ("--extra", extra)]

@@ -325,3 +325,12 @@ def test_new_environment_completes_itself(tmp_path: Path, monkeypatch: pytest.Mo
     assert made == [sys.executable, "-m", "venv", str(venv)]
     assert completed[0] == str(venv / "bin" / "python")
     assert completed[-3:] == ["--here", "--extra", "test"]
+
+
+def test_installed_package_makes_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "CHECKOUT", tmp_path)
+    assert environment.main([str(tmp_path / "venv")]) == 1
+    assert "Did you mean --here?" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
