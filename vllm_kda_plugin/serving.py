@@ -11,9 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -135,7 +136,8 @@ class Server:
         command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", self.model]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *_SHUTDOWN, *self.args]
         try:
-            with self.log.open("wb") as output:
+            # An exception out of Popen would lose the process that it had just made.
+            with self.log.open("wb") as output, _interrupts_deferred():
                 # A session of its own: a terminal's Ctrl-C reaches us alone, and we end the server in order.
                 self._process = subprocess.Popen(
                     command,
@@ -197,6 +199,25 @@ class Server:
 
     def _error(self, message: str) -> ServerError:
         return ServerError(f"{message} Its last lines ({self.log}):\n{self.tail()}")
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """SIGINT and SIGTERM that come within the block take effect at its end."""
+    if threading.current_thread() is not threading.main_thread():  # no handler ever runs in another
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in handlers:
+        signal.signal(number, lambda caught, frame: came.append(caught))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for received in came:
+            signal.raise_signal(received)
 
 
 def _free_port() -> int:
