@@ -19,7 +19,7 @@ def register() -> None:
 
         registry.register_names()
         selector.install()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever escapes from here ends vLLM
         logger.warning(
             "vllm-kda-plugin is inactive, stock backends are used: this vLLM lacks what it needs (%s: %s). "
             "Run 'vllm-kda doctor'.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 # Read when vLLM is imported: the engine in this process, no network, no usage report.
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFactory]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
     """Writes a small model, once for each set of arguments of ``write_model``; gives its folder."""
     root = tmp_path_factory.mktemp("models")
     written: dict[str, str] = {}
@@ -43,4 +43,4 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFactory]:
             written[key] = str(write_model(root / str(len(written)), model_type, **config))
         return written[key]
 
-    yield make
+    return make

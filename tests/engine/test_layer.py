@@ -1,4 +1,4 @@
-"""One layer, with vLLM's own interfaces but without its engine: KV layouts and batches that a small model never makes."""
+"""One layer, without the engine: KV layouts and batches that a small model never makes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import ModelFactory
-from tests.engine.test_tokens import check
+from tests.engine.test_tokens import batching, check
 from tests.support.engine import prompts
 from vllm_kda_plugin.attention.impl import GatherTorchImpl
 from vllm_kda_plugin.tiny_model import VOCAB_SIZE, write_tokenizer
@@ -151,5 +151,4 @@ def test_layers_that_share_a_cache(model: ModelFactory, budget: int | None) -> N
         hidden_size_per_layer_input=32,
         vocab_size_per_layer_input=VOCAB_SIZE,
     )
-    batching = {} if budget is None else {"max_num_batched_tokens": budget, "max_num_seqs": 8}
-    check(path, prompts(6, 300, shortest=80), **batching)
+    check(path, prompts(6, 300, shortest=80), **batching(budget))

@@ -21,6 +21,11 @@ def stock_run(model: str, texts: list[str], **settings: Any) -> Run:
     return _stock[key]
 
 
+def batching(budget: int | None) -> dict[str, Any]:
+    """Engine settings for prefill in chunks of ``budget`` tokens, None for vLLM's own."""
+    return {} if budget is None else {"max_num_batched_tokens": budget, "max_num_seqs": 8}
+
+
 def check(model: str, texts: list[str], *, stock: dict[str, Any] | None = None, **settings: Any) -> Run:
     """Run both backends; every token must be the same, varied, and made by our class through gathers."""
     expected = stock_run(model, texts, **(settings if stock is None else stock))
@@ -89,9 +94,8 @@ def test_block_sizes(model: ModelFactory, block_size: int) -> None:
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_sliding_window(model: ModelFactory, block_size: int, budget: int | None) -> None:
     path = model("mistral", sliding_window=64)
-    batching = {} if budget is None else {"max_num_batched_tokens": budget, "max_num_seqs": 8}
     texts = prompts(6, 300, shortest=80)
-    check(path, texts, block_size=block_size, **batching, stock={"block_size": 64, **batching})
+    check(path, texts, block_size=block_size, **batching(budget), stock={"block_size": 64, **batching(budget)})
 
 
 @pytest.mark.parametrize("hybrid", [True, False], ids=["window groups", "one group"])
@@ -100,22 +104,19 @@ def test_windowed_and_full_layers(model: ModelFactory, budget: int | None, hybri
     # A scale of 1 makes attention sharp, and so the text varied, for q and k that this model normalises.
     layers = ["sliding_attention", "full_attention"] * 2
     path = model("gemma3_text", sliding_window=64, layer_types=layers, query_pre_attn_scalar=1)
-    batching = {} if budget is None else {"max_num_batched_tokens": budget, "max_num_seqs": 8}
-    check(path, prompts(6, 300, shortest=80), **batching, disable_hybrid_kv_cache_manager=not hybrid)
+    check(path, prompts(6, 300, shortest=80), **batching(budget), disable_hybrid_kv_cache_manager=not hybrid)
 
 
 @pytest.mark.parametrize("budget", [None, 48], ids=["whole", "chunked"])
 def test_soft_cap(model: ModelFactory, budget: int | None) -> None:
     path = model("gemma2", attn_logit_softcapping=20.0, sliding_window=64, query_pre_attn_scalar=64)
-    batching = {} if budget is None else {"max_num_batched_tokens": budget, "max_num_seqs": 8}
-    check(path, prompts(6, 300, shortest=80), **batching)
+    check(path, prompts(6, 300, shortest=80), **batching(budget))
 
 
 @pytest.mark.parametrize("budget", [None, 48], ids=["whole", "chunked"])
 def test_alibi(model: ModelFactory, budget: int | None) -> None:
     path = model("bloom")
-    batching = {} if budget is None else {"max_num_batched_tokens": budget, "max_num_seqs": 8}
-    check(path, prompts(6, 300, shortest=80), **batching, repetition_penalty=1.5)
+    check(path, prompts(6, 300, shortest=80), **batching(budget), repetition_penalty=1.5)
 
 
 def test_small_workspace_splits_the_gather(model: ModelFactory) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from typing import Any
+
+# Read when vLLM is imported: the engine in this process, no network, no usage report.
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 
 import pytest
 

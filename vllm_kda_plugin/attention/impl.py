@@ -125,7 +125,8 @@ class GatherTorchImpl(AttentionImpl[GatherMetadata]):
             keys, values = packed[..., : self.head_size], packed[..., self.head_size :]
             self._attend(query, keys, values, gather.requests, output)
         if attn_metadata.fresh:
-            assert key is not None and value is not None
+            assert key is not None
+            assert value is not None
             self._attend(query, key, value, attn_metadata.fresh, output)
         STATS.implementation = IMPLEMENTATION
         self.reporter.forward()
