@@ -169,7 +169,7 @@ if __name__ == "__main__":
         name="vllm-kda-plugin",
         version=read_version(),
         description="vLLM plugin for long prompts: gather-then-FlashAttention and Kimi Delta Attention prefill",
-        long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+        long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
         long_description_content_type="text/markdown",
         license="Apache-2.0",
         python_requires=">=3.11",
