@@ -88,7 +88,7 @@ def _show(console: Console, folder: pathlib.Path, log: pathlib.Path) -> None:
     with console.status("") as status:
 
         def waiting(passed_s: float) -> None:
-            status.update(f"Waiting for the server, {passed_s:.0f} s (often 30 to 90) ...")
+            status.update(f"Waiting for the server, {passed_s:.0f} s (it takes 30 s to 3 minutes) ...")
 
         server = Server(model, log, args, env={"VLLM_KDA_LOG_STATS": "1"}, on_wait=waiting)
         with server:
