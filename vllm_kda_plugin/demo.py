@@ -187,7 +187,7 @@ def _print_completions(console: Console, completions: list[Completion]) -> None:
 def _print_counters(console: Console, stats: list[dict[str, Any]]) -> None:
     for counters in stats:
         table = Table(title=f"Attention in engine process {counters['pid']}", title_justify="left", show_header=False)
-        table.add_row("class that ran", Text(counters["implementation"]))
+        table.add_row("class that ran", Text(counters["implementation"], overflow="fold"))
         table.add_row("gathers done", f"{counters['gathers']:,}")
         table.add_row("tokens gathered", f"{counters['gathered_tokens']:,}")
         table.add_row("bytes gathered (K and V)", f"{counters['gathered_bytes']:,}")
