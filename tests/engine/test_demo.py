@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import re
@@ -54,7 +55,11 @@ def test_demo_shows_why_the_server_did_not_start(tmp_path: pathlib.Path) -> None
 
 @pytest.mark.engine
 def test_ctrl_c_ends_the_server(tmp_path: pathlib.Path) -> None:
-    with subprocess.Popen(COMMAND, env=environment(tmp_path), stdout=subprocess.PIPE, text=True) as demo:
+    # A test run in the background of a shell ignores Ctrl-C and would hand that down.
+    interruptible = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
+        COMMAND, env=environment(tmp_path), stdout=subprocess.PIPE, text=True, preexec_fn=interruptible
+    ) as demo:
         assert demo.stdout
         for line in demo.stdout:
             if line.startswith("Starting:"):

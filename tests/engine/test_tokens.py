@@ -120,11 +120,11 @@ def test_alibi(model: ModelFactory, budget: int | None) -> None:
 
 
 def test_small_workspace_splits_the_gather(model: ModelFactory) -> None:
-    # 1 MiB holds 1024 tokens of this model, 32 requests of up to 400 take several gathers a layer.
-    texts = prompts(32, 400, shortest=300)
+    # 1 MiB holds 1024 tokens of this model, 12 requests of 300 to 464 take at least 4 gathers a layer.
+    texts = prompts(12, 400, shortest=300)
     config = {"kda_plugin": {"gather_workspace_mib": 1}}
     one = run(model(), texts[:1], backend="CUSTOM", max_tokens=8)
-    ours = check(model(), texts, additional_config=config, max_num_seqs=32, stock={"max_num_seqs": 32})
+    ours = check(model(), texts, additional_config=config, stock={})
     forwards_a_layer = one.gathers / (4 * 8)
     assert forwards_a_layer == 1
-    assert ours.gathers > 4 * 64 * 4
+    assert ours.gathers >= 4 * 64 * 4
