@@ -180,6 +180,9 @@ def test_layouts(engine_config: VllmConfig, layout: Layout, window: int | None) 
 def test_bidirectional_and_mixed_causality(engine_config: VllmConfig) -> None:
     batch = Batch(MIXED, token_major())
     assert_close(run(engine_config, batch, causal=False), batch.expected([False] * len(MIXED)))
+    # A window of a decoder never looks ahead, as in vLLM's FlashAttention backend.
+    batch = Batch(MIXED, token_major())
+    assert_close(run(engine_config, batch, causal=False, window=7), batch.expected([False] * len(MIXED), 7))
     flags = [i % 2 == 0 for i in range(len(MIXED))]
     batch = Batch(MIXED, token_major())
     assert_close(run(engine_config, batch, causal=torch.tensor(flags)), batch.expected(flags))
@@ -190,12 +193,13 @@ def test_padding(engine_config: VllmConfig) -> None:
     batch = Batch([(0, 5), (9, 4), (0, 0), (0, 0)], token_major())
     expected = batch.expected([True] * 4)
     batch.query = torch.cat((batch.query, torch.full((3, HEADS, HEAD_SIZE), float("nan"))))
-    batch.new_keys = torch.cat((batch.new_keys, torch.full((3, KV_HEADS, HEAD_SIZE), float("nan"))))
-    batch.new_values = torch.cat((batch.new_values, torch.full((3, KV_HEADS, HEAD_SIZE), float("nan"))))
+    batch.new_keys = torch.cat((batch.new_keys, torch.full((3, KV_HEADS, HEAD_SIZE), 7.0)))
+    batch.new_values = torch.cat((batch.new_values, torch.full((3, KV_HEADS, HEAD_SIZE), 7.0)))
     batch.slot_mapping = torch.cat((batch.slot_mapping, torch.full((3,), -1)))
     out = run(engine_config, batch)
     assert_close(out[:9], expected)
     assert out[9:].isnan().all()
+    assert not (batch.kv_cache == 7.0).any(), "a slot of -1 is no slot"
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16])

@@ -100,7 +100,7 @@ def features() -> dict[str, Any]:
 @pytest.mark.parametrize("tile", [1 << 22, 130], ids=["one tile", "many tiles"])
 @pytest.mark.parametrize(
     "shape",
-    [(1, 1, 0), (1, 37, 36), (23, 23, 0), (13, 40, 27), (40, 41, 1)],
+    [(1, 1, 0), (1, 37, 36), (23, 23, 0), (13, 40, 27), (40, 41, 1), (23, 23, 5)],
     ids=lambda shape: "{} queries {} keys context {}".format(*shape),
 )
 @pytest.mark.parametrize("feature", features())
