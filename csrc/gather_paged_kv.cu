@@ -4,14 +4,15 @@
 // K|V row of token t, request after request. Bytes are copied, so every dtype takes the same path.
 //
 // Work is cut by bytes: a tile is the same number of bytes of `out` whoever they belong to, so one request of
-// a million tokens and a thousand requests of a thousand keep the GPU equally busy. For each tile a block
-// first finds the source of every token in it (binary search over cu_seqlens_k, then the block table), then
-// each thread moves kLoads vectors, all loads before the first store.
+// a million tokens and a thousand requests of a thousand keep the GPU equally busy. A block first finds the
+// source of every token in its tile (binary search over cu_seqlens_k, then the block table), then each thread
+// moves kLoads vectors, all loads before the first store. Tiles are small, 4 KiB at 16 bytes a vector: the
+// narrower the stretch of memory that all blocks of a moment touch, the better DRAM keeps its rows open.
 //
 // A token whose block is not in the cache, or past the end of its row of the table, is never read; its row
 // of `out` stays as it was.
 
-constexpr int kThreads = 256;  // gather.py launches this many
+constexpr int kThreads = 64;   // gather.py launches this many
 constexpr int kLoads = 4;      // vectors a thread has in flight
 constexpr int kTile = kThreads * kLoads;
 
@@ -65,40 +66,38 @@ __device__ __forceinline__ void gather(const Args& a) {
   const long long rows = min(static_cast<long long>(__ldg(a.cu_seqlens_k + a.num_reqs)), a.out_rows);
   const long long vecs = rows * token_vecs;
 
-  for (long long tile = static_cast<long long>(blockIdx.x) * kTile; tile < vecs;
-       tile += static_cast<long long>(gridDim.x) * kTile) {
-    const long long first_row = tile / token_vecs;
-    const unsigned skip = static_cast<unsigned>(tile - first_row * token_vecs);
-    const unsigned count = static_cast<unsigned>(min(static_cast<long long>(kTile), vecs - tile));
-    const unsigned tile_rows = (skip + count - 1) / token_vecs + 1;
+  const long long tile = static_cast<long long>(blockIdx.x) * kTile;
+  if (tile >= vecs) return;
+  const long long first_row = tile / token_vecs;
+  const unsigned skip = static_cast<unsigned>(tile - first_row * token_vecs);
+  const unsigned count = static_cast<unsigned>(min(static_cast<long long>(kTile), vecs - tile));
+  const unsigned tile_rows = (skip + count - 1) / token_vecs + 1;
 
-    for (unsigned i = threadIdx.x; i < tile_rows; i += kThreads) sources[i] = find_source(a, first_row + i);
-    __syncthreads();
+  for (unsigned i = threadIdx.x; i < tile_rows; i += kThreads) sources[i] = find_source(a, first_row + i);
+  __syncthreads();
 
-    Vec values[kLoads];
-    bool found[kLoads];
+  Vec values[kLoads];
+  bool found[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const unsigned index = i * kThreads + threadIdx.x;
-      found[i] = false;
-      if (index < count) {
-        const unsigned row = (skip + index) / token_vecs;
-        const unsigned within = skip + index - row * token_vecs;
-        const unsigned run = a.runs == 1 ? 0 : within / run_vecs;
-        const long long source = sources[row];
-        if (source != kNowhere) {
-          const char* from = a.cache + source + run * a.run_stride + (within - run * run_vecs) * sizeof(Vec);
-          values[i] = __ldcg(reinterpret_cast<const Vec*>(from));  // read once: past L1
-          found[i] = true;
-        }
+  for (int i = 0; i < kLoads; ++i) {
+    const unsigned index = i * kThreads + threadIdx.x;
+    found[i] = false;
+    if (index < count) {
+      const unsigned row = (skip + index) / token_vecs;
+      const unsigned within = skip + index - row * token_vecs;
+      const unsigned run = a.runs == 1 ? 0 : within / run_vecs;
+      const long long source = sources[row];
+      if (source != kNowhere) {
+        const char* from = a.cache + source + run * a.run_stride + (within - run * run_vecs) * sizeof(Vec);
+        values[i] = __ldcg(reinterpret_cast<const Vec*>(from));  // read once: past L1
+        found[i] = true;
       }
     }
-    Vec* const to = reinterpret_cast<Vec*>(a.out) + tile + threadIdx.x;
+  }
+  Vec* const to = reinterpret_cast<Vec*>(a.out) + tile + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (found[i]) to[i * kThreads] = values[i];
-    }
-    __syncthreads();  // before the next tile overwrites sources
+  for (int i = 0; i < kLoads; ++i) {
+    if (found[i]) to[i * kThreads] = values[i];
   }
 }
 

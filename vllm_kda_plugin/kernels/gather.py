@@ -5,7 +5,6 @@ last, in any physical order whose last stride is 1. A *slot* is ``block * block_
 one token, the same in every layer, so an engine computes slots once a step and gathers with them per layer.
 """
 
-import functools
 import math
 
 import torch
@@ -14,9 +13,8 @@ from vllm_kda_plugin.kernels import loader
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _KERNEL = "gather_paged_kv"
-_THREADS = 256  # as csrc/gather_paged_kv.cu has them
+_THREADS = 64  # as csrc/gather_paged_kv.cu has them
 _TILE_VECTORS = 4 * _THREADS
-_MAX_BLOCKS_PER_SM = 64  # more tiles than that are taken in turn, so that an `out` far too long costs little
 
 
 def gather_paged_kv(
@@ -114,13 +112,7 @@ def _launch(
         runs,
         len(out),
     ]
-    most = _MAX_BLOCKS_PER_SM * _multiprocessors(device)
-    kernel.launch(f"{_KERNEL}_{vector}", min(tiles, most), _THREADS, args)
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    kernel.launch(f"{_KERNEL}_{vector}", tiles, _THREADS, args)
 
 
 def paged_slots(
