@@ -212,16 +212,28 @@ def install_vllm_cuda(pip: Pip) -> None:
 def install_checkout(pip: Pip, extras: Iterable[str], stamp: Path, gpu: bool) -> None:
     """This checkout, editable. The stamp says of what state of it, and with which extras, so that it is done once."""
     state = checkout_state(gpu)
-    done = json.loads(stamp.read_text(encoding="utf-8")) if stamp.exists() and installed(PLUGIN) else {}
-    if done.get("state") == state and set(extras) <= set(done["extras"]):
+    done, done_extras = read_stamp(stamp) if installed(PLUGIN) else ("", set())
+    if done == state and set(extras) <= done_extras:
         return
-    everything = sorted({*extras, *done.get("extras", ())})
+    everything = sorted({*extras, *done_extras})
     env = dict(os.environ)
     if not gpu:
         env.setdefault("VLLM_KDA_ARCHS", "none")  # no GPU here, so compile no kernels for one
     target = f"{CHECKOUT}[{','.join(everything)}]" if everything else str(CHECKOUT)
     pip.run(f"Installing {target}", "install", "--no-build-isolation", "-e", target, env=env)
-    stamp.write_text(json.dumps({"state": state, "extras": everything}), encoding="utf-8")
+    # Through another file, so that Ctrl-C leaves the old stamp or the new one, and no half of one.
+    unfinished = stamp.with_name(f"{stamp.name}.part")
+    unfinished.write_text(json.dumps({"state": state, "extras": everything}), encoding="utf-8")
+    os.replace(unfinished, stamp)
+
+
+def read_stamp(stamp: Path) -> tuple[str, set[str]]:
+    """State and extras of the last install; "" and none without a stamp, or with one that cannot be read."""
+    try:
+        found = json.loads(stamp.read_text(encoding="utf-8"))
+        return str(found["state"]), set(map(str, found["extras"]))
+    except (OSError, ValueError, TypeError, LookupError):
+        return "", set()
 
 
 def checkout_state(gpu: bool) -> str:

@@ -187,6 +187,34 @@ def test_extras_are_installed_once_and_kept(world: World) -> None:
     assert world.commands[-1][-1] == f"{environment.CHECKOUT}[cpu,test]"
 
 
+@pytest.mark.parametrize("text", ["", '{"sta', "[]", "7", "{}", '{"state": 1, "extras": null}', "\xff"])
+def test_unreadable_stamp_counts_as_none(world: World, tmp_path: Path, text: str) -> None:
+    environment.complete([])
+    stamp = tmp_path / "vllm-kda-plugin.json"
+    whole = stamp.read_text()
+    stamp.write_text(text, encoding="latin-1")
+    world.commands.clear()
+    environment.complete([])
+    assert world.commands == [["install", "--no-build-isolation", "-e", str(environment.CHECKOUT)]]
+    assert stamp.read_text() == whole
+
+
+def test_interrupted_stamp_leaves_the_old_one(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(path: Path, *args: object, **kwargs: object) -> None:
+        path.open("w").close()
+        raise KeyboardInterrupt
+
+    environment.complete([])
+    before = (tmp_path / "vllm-kda-plugin.json").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            environment.complete(["test"])
+    assert (tmp_path / "vllm-kda-plugin.json").read_text() == before
+    environment.complete(["test"])
+    assert [path.name for path in tmp_path.iterdir()] == ["vllm-kda-plugin.json"]
+
+
 def test_no_kernels_are_compiled_without_a_gpu_unless_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     environment.complete([])
     assert (world.environments[-1] or {})["VLLM_KDA_ARCHS"] == "none"
