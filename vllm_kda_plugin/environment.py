@@ -267,7 +267,8 @@ def complete(extras: Sequence[str]) -> None:
 def make_venv(venv: Path) -> Path:
     """Path of the interpreter of a virtual environment, which is made, or mended, if need be."""
     python = venv / "bin" / "python"
-    if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
+    free = not venv.exists() or (venv.is_dir() and not any(venv.iterdir()))
+    if not free and not (venv / "pyvenv.cfg").exists():
         raise SetupFailed(f"{venv} is there but is no virtual environment. Name another folder, or remove it.")
     works = [str(python), "-c", "import pip"]
     if python.exists() and subprocess.run(works, capture_output=True, check=False).returncode == 0:

@@ -339,6 +339,14 @@ def test_folder_that_is_no_environment_is_left_alone(tmp_path: Path, capsys: pyt
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_file_in_place_of_the_environment_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "thesis.txt"
+    file.write_text("years of work")
+    assert environment.main([str(file)]) == 1
+    assert f"{file} is there but is no virtual environment" in capsys.readouterr().err
+    assert file.read_text() == "years of work"
+
+
 def test_new_environment_completes_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
