@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 SECTION = "kda_plugin"
 ENV_PREFIX = "VLLM_KDA_"
+_MOST_MIB = 1 << 20
+_ALLOWED = {"gather_workspace_mib": f"a whole number from 1 to {_MOST_MIB}", "log_stats": "true or false"}
 # Read by setup.py, not a setting of the running engine.
 _BUILD_VARIABLES = {"VLLM_KDA_ARCHS"}
 
@@ -22,7 +24,7 @@ class PluginConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    gather_workspace_mib: int = Field(default=256, ge=1, le=1 << 20)
+    gather_workspace_mib: int = Field(default=256, ge=1, le=_MOST_MIB)
     """MiB that one gather may fill; a single longer request may exceed it on the CPU."""
 
     log_stats: bool = False
@@ -74,4 +76,4 @@ def _explain(problem: Any, label: Any) -> str:
     if problem["type"] == "extra_forbidden":
         allowed = ", ".join(label(name) for name in PluginConfig.model_fields)
         return f"{label(key)} is no setting of vllm-kda-plugin; allowed are {allowed}"
-    return f"{label(key)} = {problem['input']!r} is not allowed: {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    return f"{label(key)} = {problem['input']!r} is not allowed; allowed is {_ALLOWED[key]}"

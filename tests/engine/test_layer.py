@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, FullAttentionSpec
 from vllm.v1.worker import workspace as vllm_workspace
 
+from vllm_kda_plugin.attention import workspace
 from vllm_kda_plugin.attention.backend import GatherTorchBackend
 from vllm_kda_plugin.attention.impl import GatherTorchImpl
 from vllm_kda_plugin.attention.metadata import GatherMetadataBuilder
@@ -259,6 +260,7 @@ def test_wrong_sinks_are_refused() -> None:
         ({"use_mla": True}, "MLA not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"use_dcp": True}, "DCP not supported"),
+        ({"use_adaptive_verification": True}, "device-cpu query lens mismatch not supported"),
     ],
     ids=lambda value: str(value),
 )
@@ -279,4 +281,23 @@ def test_refusals_have_a_reason(change: dict[str, Any], reason: str) -> None:
         "use_non_causal": True,
     }
     assert GatherTorchBackend.validate_configuration(**settings) == []
-    assert GatherTorchBackend.validate_configuration(**{**settings, **change}) == [reason]
+    (told,) = GatherTorchBackend.validate_configuration(**{**settings, **change})
+    assert told.startswith(reason)
+
+
+def test_workspace_holds_the_longest_request_from_the_start(engine_config: VllmConfig) -> None:
+    engine_config.additional_config = {"kda_plugin": {"gather_workspace_mib": 1}}
+    engine_config.model_config = types.SimpleNamespace(max_model_len=20_000)
+    make_impl()
+    manager = vllm_workspace.current_workspace_manager()
+    manager.lock()  # from here on it cannot grow
+    assert workspace.kv_slice(20_000, KV_HEADS, HEAD_SIZE, torch.float32).shape == (20_000, KV_HEADS, 2 * HEAD_SIZE)
+
+
+def test_workspace_beyond_memory_names_the_setting(engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(MemoryError, match=r"kda_plugin.gather_workspace_mib \(now 256\)"):
+        make_impl()

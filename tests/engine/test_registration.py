@@ -142,12 +142,15 @@ def test_stock_backend_still_runs_beside_the_plugin(model: ModelFactory) -> None
     ("section", "message"),
     [
         ({"gather_workspace": 1}, r"kda_plugin.gather_workspace is no setting .*kda_plugin.gather_workspace_mib"),
-        ({"gather_workspace_mib": "big"}, r"kda_plugin.gather_workspace_mib = 'big' is not allowed"),
+        (
+            {"gather_workspace_mib": "big"},
+            r"kda_plugin.gather_workspace_mib = 'big' is not allowed; allowed is a whole number from 1",
+        ),
         (
             {"gather_workspace_mib": 0},
-            r"kda_plugin.gather_workspace_mib = 0 is not allowed.*greater than or equal to 1",
+            r"kda_plugin.gather_workspace_mib = 0 is not allowed; allowed is a whole number",
         ),
-        ({"log_stats": "yes"}, r"kda_plugin.log_stats = 'yes' is not allowed: input should be a valid boolean"),
+        ({"log_stats": "yes"}, r"kda_plugin.log_stats = 'yes' is not allowed; allowed is true or false"),
         (7, r"kda_plugin in --additional-config must be an object"),
     ],
     ids=lambda value: str(value)[:30],

@@ -22,10 +22,19 @@ def test_section_wins_over_environment() -> None:
 
 
 def test_every_wrong_key_is_named() -> None:
-    with pytest.raises(ValueError, match=r"kda_plugin.log_stats = 3 is not allowed.*kda_plugin.speed is no setting"):
+    with pytest.raises(
+        ValueError,
+        match=r"kda_plugin.log_stats = 3 is not allowed; allowed is true or false; kda_plugin.speed is no setting",
+    ):
         PluginConfig.load({"speed": 11, "log_stats": 3}, {})
 
 
 def test_unknown_variable_is_named() -> None:
     with pytest.raises(ValueError, match=r"VLLM_KDA_SPEED is no setting.*VLLM_KDA_GATHER_WORKSPACE_MIB"):
         PluginConfig.load({}, {"VLLM_KDA_SPEED": "11"})
+
+
+def test_every_setting_says_what_is_allowed() -> None:
+    for name in PluginConfig.model_fields:
+        with pytest.raises(ValueError, match=f"kda_plugin.{name} = None is not allowed; allowed is "):
+            PluginConfig.load({name: None}, {})

@@ -137,6 +137,27 @@ def test_keys_that_start_later() -> None:
     check(attention, queries=5, keys=25, context=100, first_key=80)
 
 
+def test_window_costs_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt far longer than the window is attended in tiles, so that the cost is linear in its length."""
+    attended = []
+    stock = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        attended.append(query.shape[2] * key.shape[2])
+        return stock(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(sdpa.F, "scaled_dot_product_attention", counted)
+    query, key = torch.randn(2048, 2, 8), torch.randn(2048, 1, 8)
+    Attention(scale=1.0, window=(63, 0))(query, key, key, torch.empty_like(query), context=0)
+    assert sum(attended) <= 2048 * (63 + 128)
+
+
+def test_decode_needs_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Attention, "_mask", None)
+    check(Attention(scale=0.3), queries=1, keys=37, context=36)
+    check(Attention(scale=0.3, window=(9, 0)), queries=1, keys=10, context=36, first_key=27)
+
+
 def test_no_keys_give_zeros() -> None:
     out = torch.full((3, 2, 8), float("nan"))
     empty = torch.empty(0, 2, 8)

@@ -51,5 +51,9 @@ class GatherTorchBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # the plan is made from the query lengths on the host
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True

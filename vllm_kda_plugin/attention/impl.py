@@ -48,7 +48,7 @@ class GatherTorchImpl(AttentionImpl[GatherMetadata]):
             sinks=sinks,
         )
         vllm_config = get_current_vllm_config()
-        workspace.reserve(workspace.budget_bytes(vllm_config))
+        workspace.reserve(vllm_config, self.num_kv_heads, head_size)
         self.reporter = reporter(PluginConfig.from_vllm(vllm_config).log_stats)
 
     def do_kv_cache_update(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 # Elements of the largest mask or logits tile: 16 MiB in float32. Longer queries are cut into tiles.
 _TILE_ELEMENTS = 1 << 22
+_MIN_WINDOW_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +71,18 @@ class Attention:
             return
         heads = query.shape[1] if self._needs_logits or self.alibi_slopes is not None else 1
         rows = max(1, _TILE_ELEMENTS // (heads * key.shape[0]))
+        if left is not None:  # a tile sees its rows and the window before them: keep the former the smaller part
+            rows = min(rows, max(_MIN_WINDOW_ROWS, left // 2))
         for row in range(seeing_first, seeing_end, rows):
             tile = slice(row, min(row + rows, seeing_end))
             first, last = context + tile.start, context + tile.stop - 1  # positions of the tile's queries
             low = first_key if left is None else max(first_key, first - left)
             high = end if right is None else min(end, last + right + 1)
             seen = slice(low - first_key, high - first_key)
-            mask = self._mask(torch.arange(first, last + 1), torch.arange(low, high), left, right)
+            mask = None
+            all_seen = (left is None or last - left <= low) and (right is None or first + right >= high - 1)
+            if self.alibi_slopes is not None or not all_seen:
+                mask = self._mask(torch.arange(first, last + 1), torch.arange(low, high), left, right)
             attend = self._explicit if self._needs_logits else self._sdpa
             attend(query[tile], key[seen], value[seen], out[tile], mask=mask)
 
@@ -85,9 +91,7 @@ class Attention:
         """Whether the logits must be seen between the products, which torch's fused kernel cannot."""
         return self.soft_cap > 0 or self.sinks is not None
 
-    def _mask(
-        self, queries: torch.Tensor, keys: torch.Tensor, left: int | None, right: int | None
-    ) -> torch.Tensor | None:
+    def _mask(self, queries: torch.Tensor, keys: torch.Tensor, left: int | None, right: int | None) -> torch.Tensor:
         """What is added to the logits: float32 ``[queries, keys]``, ``[heads, queries, keys]`` with ALiBi."""
         distance = keys[None, :] - queries[:, None]
         hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -98,8 +102,6 @@ class Attention:
         if self.alibi_slopes is not None:
             bias = -self.alibi_slopes[:, None, None] * distance.abs()
             return bias.masked_fill_(hidden, float("-inf"))
-        if not hidden.any():
-            return None
         return torch.zeros_like(distance, dtype=torch.float32).masked_fill_(hidden, float("-inf"))
 
     def _sdpa(
