@@ -108,6 +108,7 @@ class BuildKernels(Command):
 
     def run(self) -> None:
         """Replace what an earlier build left, so that no stale kernel is shipped."""
+        requested = requested_archs(os.environ.get("VLLM_KDA_ARCHS"))  # a wrong one is an error without nvcc too
         kernels = (ROOT if self.editable_mode else Path(str(self.build_lib))) / KERNELS
         fatbins = kernels / "fatbin"
         shutil.rmtree(fatbins, ignore_errors=True)
@@ -122,14 +123,13 @@ class BuildKernels(Command):
             return
         fatbins.mkdir(parents=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = [pool.submit(self.compile, nvcc, source, fatbins) for source in sorted(CSRC.glob("*.cu"))]
+            jobs = [pool.submit(self.compile, nvcc, source, requested, fatbins) for source in sorted(CSRC.glob("*.cu"))]
             for job in jobs:
                 print(job.result(), flush=True)
 
-    def compile(self, nvcc: str, source: Path, fatbins: Path) -> str:
-        """Compile one kernel for the wanted architectures that it and this nvcc support; say what was done."""
+    def compile(self, nvcc: str, source: Path, requested: list[str] | None, fatbins: Path) -> str:
+        """Compile one kernel for the requested architectures that it and this nvcc support; say what was done."""
         supported = supported_archs(source)
-        requested = requested_archs(os.environ.get("VLLM_KDA_ARCHS"))
         wanted = supported if requested is None else requested
         archs = [arch for arch in wanted if arch in supported and nvcc_knows(nvcc, arch)]
         skipped = [arch for arch in wanted if arch not in archs]

@@ -231,6 +231,14 @@ def test_without_nvcc_the_build_succeeds_and_says_so(
     assert not (tree / "lib" / "vllm_kda_plugin" / "kernels" / "fatbin").exists()
 
 
+def test_wrong_architectures_stop_the_build_without_nvcc_too(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load(tree)
+    monkeypatch.setattr(module, "find_nvcc", lambda: None)
+    monkeypatch.setenv("VLLM_KDA_ARCHS", "sm_90")
+    with pytest.raises(SetupError, match="VLLM_KDA_ARCHS is 'sm_90'; allowed are"):
+        build_kernels(tree, setup_py=module)
+
+
 def test_kernel_that_does_not_compile_fails_the_build_with_the_output_of_nvcc(tree: Path) -> None:
     add_kernel(tree, "k", "// archs: 80\n#error no such luck\n")
     with pytest.raises(CompileError, match=r"(?s)could not compile csrc/k\.cu.*no such luck.*VLLM_KDA_ARCHS=none"):
