@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 import pathlib
 import shutil
 import signal
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.markup import escape
@@ -61,6 +63,8 @@ def run() -> int:
     errors = Console(stderr=True)
     # Told to end, we end as on Ctrl-C: the exception unwinds the `with` that owns the server.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup has us ignore it
+        signal.signal(signal.SIGHUP, _hang_up)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="vllm-kda-demo-"))
     log = folder / "server.log"
     try:
@@ -75,6 +79,15 @@ def run() -> int:
         return 130
     shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def _hang_up(number: int, frame: FrameType | None) -> NoReturn:
+    """The terminal was closed: end as on Ctrl-C, but say nothing, for printing would fail."""
+    signal.signal(number, signal.SIG_IGN)  # the shell and the kernel both send it
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    raise KeyboardInterrupt
 
 
 def _show(console: Console, folder: pathlib.Path, log: pathlib.Path) -> None:
@@ -94,7 +107,7 @@ def _show(console: Console, folder: pathlib.Path, log: pathlib.Path) -> None:
         with server:
             console.print(f"The server answers at {server.base_url}.", highlight=False)
             status.update("Sending completions ...")
-            completions = [_complete(server, title, prompt) for title, prompt in PROMPTS.items()]
+            completions = _ask(server)
             status.update("Ending the server ...")
     _print_completions(console, completions)
     _print_counters(console, server.stats())
@@ -134,11 +147,17 @@ def check(completions: list[Completion], server: Server, *, gathers: bool) -> No
         raise DemoError(f"The repeated prompt did not hit the prefix cache. {tail}")
 
 
-def _complete(server: Server, title: str, prompt: str) -> Completion:
+def _ask(server: Server) -> list[Completion]:
+    # One client for all: to import and build it takes longer than a first token does.
+    with _client(server) as client:
+        return [_complete(client, server, title, prompt) for title, prompt in PROMPTS.items()]
+
+
+def _complete(client: OpenAI, server: Server, title: str, prompt: str) -> Completion:
     text, usage, first_token_s = "", None, 0.0
     try:
         start = time.perf_counter()
-        for part in _stream(_client(server), server.model, prompt):
+        for part in _stream(client, server.model, prompt):
             if part.choices:
                 first_token_s = first_token_s or time.perf_counter() - start
                 text += part.choices[0].text

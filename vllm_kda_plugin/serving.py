@@ -203,12 +203,12 @@ class Server:
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """SIGINT and SIGTERM that come within the block take effect at its end."""
+    """SIGINT, SIGTERM and SIGHUP that come within the block take effect at its end."""
     if threading.current_thread() is not threading.main_thread():  # no handler ever runs in another
         yield
         return
     came: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number in handlers:
         signal.signal(number, lambda caught, frame: came.append(caught))
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -9,12 +10,15 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
 from tests.support.engine import IMPLEMENTATION
+from vllm_kda_plugin import demo
 from vllm_kda_plugin.demo import Completion, DemoError, check
 from vllm_kda_plugin.serving import Server
 
@@ -54,24 +58,31 @@ def test_demo_shows_why_the_server_did_not_start(tmp_path: pathlib.Path) -> None
 
 
 @pytest.mark.engine
-def test_ctrl_c_ends_the_server(tmp_path: pathlib.Path) -> None:
-    # A test run in the background of a shell ignores Ctrl-C and would hand that down.
-    interruptible = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["Ctrl-C", "closed terminal"])
+def test_interrupted_it_ends_the_server(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+    # A test run in the background of a shell, or under nohup, ignores the signal and would hand that down.
+    heeded = functools.partial(signal.signal, number, signal.SIG_DFL)
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        COMMAND, env=environment(tmp_path), stdout=subprocess.PIPE, text=True, preexec_fn=interruptible
-    ) as demo:
-        assert demo.stdout
-        for line in demo.stdout:
+        COMMAND, env=environment(tmp_path), stdout=pipe, stderr=pipe, text=True, preexec_fn=heeded
+    ) as running:
+        assert running.stdout
+        assert running.stderr
+        for line in running.stdout:
             if line.startswith("Starting:"):
                 break
         children: list[psutil.Process] = []
-        while not children and demo.poll() is None:
-            children = psutil.Process(demo.pid).children(recursive=True)
-        demo.send_signal(signal.SIGINT)
-        demo.communicate(timeout=60)
-    assert demo.returncode == 130
+        while not children and running.poll() is None:
+            children = psutil.Process(running.pid).children(recursive=True)
+        if number == signal.SIGHUP:  # then nothing can be printed any more either
+            running.stdout.close()
+            running.stderr.close()
+        running.send_signal(number)
+        running.wait(timeout=60)
+    assert running.returncode == 130
     assert children
     assert not [child for child in children if child.is_running()]
+    assert not list(tmp_path.glob("vllm-kda-demo-*"))
 
 
 class FakeServer(Server):
@@ -84,6 +95,24 @@ class FakeServer(Server):
 
     def tail(self, lines: int = 0) -> str:
         return "the last line"
+
+
+def test_the_first_token_is_timed_from_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Server] = []
+
+    def slow_client(server: Server) -> contextlib.nullcontext[None]:
+        made.append(server)
+        time.sleep(0.2)
+        return contextlib.nullcontext()
+
+    usage = SimpleNamespace(prompt_tokens=3, prompt_tokens_details=None)
+    part = SimpleNamespace(choices=[SimpleNamespace(text="a")], usage=usage)
+    monkeypatch.setattr(demo, "_client", slow_client)
+    monkeypatch.setattr(demo, "_stream", lambda client, model, prompt: iter([part]))
+    answers = demo._ask(FakeServer())
+    assert len(made) == 1
+    assert [answer.title for answer in answers] == list(demo.PROMPTS)
+    assert all(0 < answer.first_token_s < 0.1 for answer in answers)
 
 
 def counters(implementation: str = IMPLEMENTATION, gathers: int = 3) -> dict[str, Any]:
