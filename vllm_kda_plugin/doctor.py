@@ -194,6 +194,10 @@ def check_backends(facts: Facts) -> Iterator[Row]:
         yield Row("backends", f"vLLM cannot be imported: {error}", "problem", fix)
     if not facts.engine or error or not facts.plugin_is_loaded:
         return
+    if lacks := facts.engine.get("lacks"):
+        fix = f"{_complete()}  # tested: vLLM {', '.join(TESTED_VLLM)}"
+        yield Row("backends registered", f"this vLLM lacks what the plugin needs: {lacks}", "problem", fix)
+        return
     platform: str = facts.engine["platform"]
     registered: dict[str, str] = facts.engine["registered"]
     if registered:

@@ -10,9 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kda_plugin.environment import torch_cuda
+
+if TYPE_CHECKING:
+    from vllm.platforms.interface import Platform
 
 GROUP = "vllm.general_plugins"
 PLUGIN = "vllm_kda_plugin"
@@ -81,19 +84,40 @@ def probe() -> dict[str, Any]:
     """Import torch and vLLM, load its plugins as it does, and ask what it would choose.
 
     Returns:
-        ``platform`` (such as ``cpu``), ``cuda_available``, ``kernels`` (name, state, detail of each),
+        ``platform`` (such as ``cpu``), ``cuda_available``, ``kernels`` (name, state, detail of each) and either
         ``registered`` (name to class path) and ``chosen`` (value of --attention-backend, "" for none, to
-        the class path that the platform's selector takes, or its error).
+        the class path that the platform's selector takes, or its error), or ``lacks``: the error that
+        keeps the plugin inactive in this vLLM.
     """
     import torch
     from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    found = {
+        "platform": current_platform.device_type,
+        "cuda_available": torch.cuda.is_available(),
+        "kernels": _kernels(),
+    }
+    try:
+        return {**found, **_backends(current_platform)}
+    except Exception as error:
+        return {**found, "lacks": f"{type(error).__name__}: {error}"}
+
+
+def _backends(current_platform: Platform) -> dict[str, Any]:
+    """``registered`` and ``chosen`` of :func:`probe`; raises what keeps the plugin from being active."""
+    import torch
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    load_general_plugins()
+    from vllm_kda_plugin.platforms import registry, selector
+
     members = AttentionBackendEnum.__members__
     registered = {name: members[name].get_path() for name in NAMES if name in members and members[name].is_overridden()}
+    # What the plugin did when vLLM loaded it; a second time changes nothing, but there it keeps an error to itself.
+    registry.register_names()
+    selector.install()
     # An everyday layer: the choice may differ for others, and vLLM then gives the reason at start-up.
     layer = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None)
     chosen = {}
@@ -102,13 +126,7 @@ def probe() -> dict[str, Any]:
             chosen[flag] = current_platform.get_attn_backend_cls(members[flag] if flag else None, layer)
         except Exception as error:
             chosen[flag] = f"{type(error).__name__}: {error}"
-    return {
-        "platform": current_platform.device_type,
-        "cuda_available": torch.cuda.is_available(),
-        "kernels": _kernels(),
-        "registered": registered,
-        "chosen": chosen,
-    }
+    return {"registered": registered, "chosen": chosen}
 
 
 def _kernels() -> list[tuple[str, str, str]]:

@@ -203,6 +203,14 @@ def test_platform_without_a_backend() -> None:
     assert (row.name, row.found) == ("backends registered", "none for rocm")
 
 
+def test_vllm_that_lacks_what_the_plugin_needs() -> None:
+    report = {"platform": "cpu", "cuda_available": False, "kernels": [], "lacks": "ImportError: no init_logger"}
+    row = problem(cpu_facts(engine=report))
+    assert row.found == "this vLLM lacks what the plugin needs: ImportError: no init_logger"
+    assert TESTED_VLLM_CPU in row.fix
+    assert TESTED_VLLM_CUDA in row.fix
+
+
 def test_our_class_not_chosen() -> None:
     facts = cpu_facts()
     facts.engine["chosen"]["CUSTOM"] = "ValueError: head size 7"
@@ -303,3 +311,31 @@ def test_probe_of_a_broken_vllm(fake: str, error: str, tmp_path: pathlib.Path, m
     (tmp_path / "torch.py").write_text(textwrap.dedent(fake))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     assert error in machine._probe_apart()["error"]
+
+
+def test_probe_of_a_vllm_that_lacks_what_the_plugin_needs(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = {
+        "torch": "class cuda: is_available = staticmethod(lambda: False)\nclass version: cuda = None",
+        "vllm/__init__": "",
+        "vllm/platforms": "class current_platform: device_type = 'cpu'",
+        "vllm/plugins": "def load_general_plugins(): pass",
+    }
+    (tmp_path / "vllm").mkdir()
+    for name, source in modules.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    assert machine._probe_apart()["lacks"] == "ModuleNotFoundError: No module named 'vllm.v1'"
+
+
+def test_probe_tells_why_the_registration_failed(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    # Python imports this module at its start: the plugin then misses a name that is in the vLLM here.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, types\nsys.modules['vllm_kda_plugin.platforms.registry'] = types.ModuleType('registry')"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    found = machine._probe_apart()
+    assert found["lacks"].startswith("ImportError: cannot import name")
+    assert "registered" not in found
