@@ -139,8 +139,9 @@ def test_cross_attention(tmp_path: pathlib.Path) -> None:
     assert all(len(set(tokens)) >= 20 for tokens in ours)
 
 
+@pytest.mark.parametrize("fast_prefill", [False, True], ids=["every layer", "fast prefill"])
 @pytest.mark.parametrize("budget", [None, 48], ids=["whole", "chunked"])
-def test_layers_that_share_a_cache(model: ModelFactory, budget: int | None) -> None:
+def test_layers_that_share_a_cache(model: ModelFactory, budget: int | None, fast_prefill: bool) -> None:
     path = model(
         "gemma4_text",
         num_hidden_layers=6,
@@ -151,4 +152,21 @@ def test_layers_that_share_a_cache(model: ModelFactory, budget: int | None) -> N
         hidden_size_per_layer_input=32,
         vocab_size_per_layer_input=VOCAB_SIZE,
     )
-    check(path, prompts(6, 300, shortest=80), **batching(budget))
+    settings = {**batching(budget), "kv_sharing_fast_prefill": fast_prefill}
+    check(path, prompts(6, 300, shortest=80), **settings)
+
+
+@pytest.mark.parametrize("budget", [None, 48], ids=["whole", "chunked"])
+def test_chunked_local_attention(model: ModelFactory, budget: int | None) -> None:
+    """vLLM cuts the requests of such layers into virtual ones, in a subclass of our builder."""
+    path = model(
+        "llama4_text",
+        attention_chunk_size=64,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        intermediate_size_mlp=256,
+        no_rope_layers=[1, 1, 1, 0],
+        use_qk_norm=True,
+    )
+    check(path, prompts(6, 300, shortest=80), block_size=32, **batching(budget))

@@ -56,6 +56,26 @@ def test_named_backend(model: ModelFactory) -> None:
     assert ours.rounds == stock_run(model(), texts).rounds
 
 
+def test_compiled(model: ModelFactory) -> None:
+    texts = prompts(6, 200)
+    ours = run(model(), texts, backend="CUSTOM", enforce_eager=False)
+    assert ours.implementations == {IMPLEMENTATION}
+    assert ours.gathers > 0
+    assert ours.rounds == stock_run(model(), texts).rounds
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_dtypes_run(model: ModelFactory, dtype: str) -> None:
+    """Rounding moves the tokens of a random model soon; many first ones must stay those of float32."""
+    texts = prompts(16, 200)
+    ours = run(model(), texts, backend="CUSTOM", dtype=dtype, max_tokens=32)
+    assert ours.implementations == {IMPLEMENTATION}
+    exact = stock_run(model(), texts, max_tokens=32)
+    first = [tokens[0] == expected[0] for tokens, expected in zip(ours.tokens, exact.tokens, strict=True)]
+    assert sum(first) >= 8  # by chance it would be none
+    assert all(len(set(tokens)) >= 16 for tokens in ours.tokens)
+
+
 def test_prefix_cache_hits(model: ModelFactory) -> None:
     shared = prompts(1, 300, seed=7, shortest=300)[0]
     texts = [shared + tail for tail in prompts(6, 60, seed=8)]

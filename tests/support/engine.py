@@ -21,7 +21,7 @@ class Run:
     """Prompt tokens found in the prefix cache, summed over the prompts of each round."""
     preemptions: int
     implementations: set[str]
-    """Class names of the attention layers' implementations, without those made by vLLM's wrappers."""
+    """Class names of the attention layers' implementations."""
     gathers: int
     """Gathers that our implementation did."""
 
@@ -74,7 +74,7 @@ def run(
     llm = LLM(model, **settings)
     try:
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-        implementations = {_class_name(type(layer.impl)) for layer in layers}
+        implementations = {_class_name(type(layer.impl)) for layer in layers if hasattr(layer, "impl")}
         sampling = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, repetition_penalty=repetition_penalty
         )
