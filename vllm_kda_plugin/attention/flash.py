@@ -1,6 +1,7 @@
 """The backend on CUDA: vLLM's FlashAttention backend under our name, and counted.
 
-It does not gather yet: every layer runs exactly what ``--attention-backend FLASH_ATTN`` runs.
+It does not gather yet: every layer runs what ``--attention-backend FLASH_ATTN`` runs, but for models that vLLM
+ties to the name FLASH_ATTN.
 """
 
 from __future__ import annotations
