@@ -5,7 +5,7 @@
 //
 // Work is cut by bytes: a tile is the same number of bytes of `out` whoever they belong to, so one request of
 // a million tokens and a thousand requests of a thousand keep the GPU equally busy. A block first finds the
-// source of every token in its tile (binary search over cu_seqlens_k, then the block table), then each thread
+// source of every token in its tile (search in cu_seqlens_k, then the block table), then each thread
 // moves kLoads vectors, all loads before the first store. Tiles are small, 4 KiB at 16 bytes a vector: the
 // narrower the stretch of memory that all blocks of a moment touch, the better DRAM keeps its rows open.
 //
@@ -15,6 +15,7 @@
 constexpr int kThreads = 64;   // gather.py launches this many
 constexpr int kLoads = 4;      // vectors a thread has in flight
 constexpr int kTile = kThreads * kLoads;
+constexpr int kWarp = 32;
 
 // Every member is 8 bytes wide; gather.py packs them in this order. Strides and sizes in bytes.
 struct Args {
@@ -38,9 +39,9 @@ struct Args {
 
 constexpr long long kNowhere = -1;
 
-// Byte offset in the cache of the token that belongs in row `row` of out, or kNowhere.
-__device__ __forceinline__ long long find_source(const Args& a, long long row) {
-  int request = 0, above = static_cast<int>(a.num_reqs);  // cu[request] <= row < cu[above]
+// The request of a row: the last one with cu_seqlens_k[request] <= row.
+__device__ __forceinline__ int find_request(const Args& a, long long row) {
+  int request = 0, above = static_cast<int>(a.num_reqs);
   while (above - request > 1) {
     const int middle = (request + above) >> 1;
     if (__ldg(a.cu_seqlens_k + middle) <= row) {
@@ -49,6 +50,25 @@ __device__ __forceinline__ long long find_source(const Args& a, long long row) {
       above = middle;
     }
   }
+  return request;
+}
+
+// The same by a whole warp, 32 bounds at a time: for 4,096 requests 3 loads wait for each other, not 12.
+__device__ __forceinline__ int find_request_by_warp(const Args& a, long long row, int lane) {
+  int request = 0, above = static_cast<int>(a.num_reqs);
+  while (above - request > 1) {
+    const int step = (above - request + kWarp - 1) / kWarp;
+    const int probe = request + lane * step;
+    const bool starts_before = probe < above && __ldg(a.cu_seqlens_k + probe) <= row;
+    const unsigned before = __ballot_sync(0xffffffffu, starts_before) | 1;
+    request += (31 - __clz(before)) * step;
+    above = min(request + step, above);
+  }
+  return request;
+}
+
+// Byte offset in the cache of the token that belongs in row `row` of out, or kNowhere.
+__device__ __forceinline__ long long find_source(const Args& a, int request, long long row) {
   const long long position = row - __ldg(a.cu_seqlens_k + request) + __ldg(a.seq_starts + request);
   if (position < 0 || position >= a.max_blocks * a.block_size) return kNowhere;
   const long long logical_block = position / a.block_size;
@@ -73,7 +93,17 @@ __device__ __forceinline__ void gather(const Args& a) {
   const unsigned count = static_cast<unsigned>(min(static_cast<long long>(kTile), vecs - tile));
   const unsigned tile_rows = (skip + count - 1) / token_vecs + 1;
 
-  for (unsigned i = threadIdx.x; i < tile_rows; i += kThreads) sources[i] = find_source(a, first_row + i);
+  if (tile_rows <= kThreads / kWarp) {
+    const unsigned warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if (warp < tile_rows) {
+      const int request = find_request_by_warp(a, first_row + warp, lane);
+      if (lane == 0) sources[warp] = find_source(a, request, first_row + warp);
+    }
+  } else {
+    for (unsigned i = threadIdx.x; i < tile_rows; i += kThreads) {
+      sources[i] = find_source(a, find_request(a, first_row + i), first_row + i);
+    }
+  }
   __syncthreads();
 
   Vec values[kLoads];
