@@ -28,7 +28,7 @@ class PluginConfig(BaseModel):
     """MiB that one gather may fill; a single longer request may exceed it on the CPU."""
 
     log_stats: bool = False
-    """Log the attention counters every 10 seconds, not only at shutdown."""
+    """Log the attention counters while requests are served, at most every 10 seconds, not only at shutdown."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> PluginConfig:

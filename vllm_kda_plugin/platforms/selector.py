@@ -60,14 +60,21 @@ def _select(
     if attn_selector_config.use_mla or attn_selector_config.use_sparse:
         logger.info_once("%s does not do MLA: those layers use the platform's own choice.", selected_backend.name)
         return stock(None, attn_selector_config, *args, **kwargs)
-    if platform._enum.name != "CPU":
-        return stock(selected_backend, attn_selector_config, *args, **kwargs)
+    if platform._enum.name == "CPU":
+        path = _select_on_cpu(selected_backend, attn_selector_config)
+    else:
+        path = stock(selected_backend, attn_selector_config, *args, **kwargs)
+    logger.info_once("Using %s attention backend (%s).", selected_backend.name, path)
+    return path
+
+
+def _select_on_cpu(selected_backend: AttentionBackendEnum, attn_selector_config: AttentionSelectorConfig) -> str:
+    """What the CUDA platform does with any backend that is asked for, and the CPU platform with none."""
     reasons = selected_backend.get_class().validate_configuration(
         device_capability=None, **attn_selector_config._asdict()
     )
     if reasons:
         raise ValueError(f"Selected backend {selected_backend} is not valid for this configuration. Reason: {reasons}")
-    logger.info_once("Using %s attention backend (%s).", selected_backend.name, selected_backend.get_path())
     return selected_backend.get_path()
 
 
