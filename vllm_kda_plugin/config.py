@@ -15,8 +15,9 @@ SECTION = "kda_plugin"
 ENV_PREFIX = "VLLM_KDA_"
 _MOST_MIB = 1 << 20
 _ALLOWED = {"gather_workspace_mib": f"a whole number from 1 to {_MOST_MIB}", "log_stats": "true or false"}
-# Read by setup.py, not a setting of the running engine.
-_BUILD_VARIABLES = {"VLLM_KDA_ARCHS"}
+CHECK_VARIABLE = "VLLM_KDA_CHECK"
+# The first is read by setup.py, the second by debug_checks(): neither is a setting of one engine.
+_OTHER_VARIABLES = {"VLLM_KDA_ARCHS", CHECK_VARIABLE}
 
 
 class PluginConfig(BaseModel):
@@ -51,13 +52,26 @@ class PluginConfig(BaseModel):
         variables = {
             name.removeprefix(ENV_PREFIX).lower(): value
             for name, value in environ.items()
-            if name.startswith(ENV_PREFIX) and name not in _BUILD_VARIABLES
+            if name.startswith(ENV_PREFIX) and name not in _OTHER_VARIABLES
         }
+        debug_checks(environ)
         from_env = _validate(cls, variables, lambda key: ENV_PREFIX + key.upper(), strict=False)
         from_section = _validate(cls, dict(section), lambda key: f"{SECTION}.{key}", strict=True)
         return from_section.model_copy(
             update={key: getattr(from_env, key) for key in from_env.model_fields_set - from_section.model_fields_set}
         )
+
+
+def debug_checks(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether VLLM_KDA_CHECK=1 asks to check on the GPU what kernels read as indices, at the cost of a synchronisation.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    value = environ.get(CHECK_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{CHECK_VARIABLE} = {value!r} is not allowed; allowed is 0 or 1")
+    return value == "1"
 
 
 def _allowed_keys() -> str:

@@ -11,7 +11,7 @@ from vllm_kda_plugin.attention.metadata import GatherMetadata, Request
 from vllm_kda_plugin.attention.sdpa import Attention
 from vllm_kda_plugin.attention.stats import STATS, reporter
 from vllm_kda_plugin.config import PluginConfig
-from vllm_kda_plugin.kernels.gather import gather_rows
+from vllm_kda_plugin.kernels.gather_torch import gather_rows
 
 
 class GatherTorchImpl(AttentionImpl[GatherMetadata]):

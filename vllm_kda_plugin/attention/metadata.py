@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilde
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from vllm_kda_plugin.attention import workspace
-from vllm_kda_plugin.kernels.gather import paged_slots
+from vllm_kda_plugin.kernels.gather_torch import paged_slots
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec

@@ -1,254 +1,203 @@
-"""Gather: copy the paged KV cache of a batch into one contiguous K|V buffer.
+"""Gather: copy paged KV cache into contiguous K and V.
 
-The cache is vLLM's logical view ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, K and V packed
-last, in any physical order whose last stride is 1. A *slot* is ``block * block_size + offset``: the place of
-one token, the same in every layer, so an engine computes slots once a step and gathers with them per layer.
+A *slot* is ``block * block_size + offset``: the place of one token, the same in every layer.
+
+On an NVIDIA GPU the kernels of ``csrc/gather_cached_kv.cu`` run on the current stream, without synchronising;
+elsewhere torch does the work. What they are told is planned once for each combination of shapes, strides, dtypes and
+alignment, since a step of the engine calls with the same ones for every layer.
 """
 
-import math
+from __future__ import annotations
+
+from typing import Literal
 
 import torch
 
-from vllm_kda_plugin.kernels import loader
+from vllm_kda_plugin.config import debug_checks
+from vllm_kda_plugin.kernels import gather_torch
+from vllm_kda_plugin.kernels.checks import refused
+from vllm_kda_plugin.kernels.gather_plan import plan_slots, plan_table
 
-_INDEX_DTYPES = (torch.int32, torch.int64)
-_KERNEL = "gather_paged_kv"
-_THREADS = 64  # as csrc/gather_paged_kv.cu has them
-_TILE_VECTORS = 4 * _THREADS
+_CHECK = debug_checks()
+
+
+def gather_cached_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    impl: Literal["auto", "reference", "torch"] = "auto",
+) -> None:
+    """Copy the cached K and V of every slot into ``key`` and ``value``, in order.
+
+    Slots outside the cache are never read on the GPU and leave their rows as they are; with VLLM_KDA_CHECK=1, and off
+    the GPU always, they are an error (-1 is none).
+
+    Args:
+        key, value: ``[num_tokens, num_heads, head_size]``, last stride 1; slices of a wider tensor will do.
+        key_cache, value_cache: paged, ``[num_blocks, block_size, num_heads, head_size]`` with any strides whose last
+            is 1; or classic, ``[num_blocks, num_heads, head_size / x, block_size, x]`` with x elements in 16 bytes
+            and ``[num_blocks, num_heads, head_size, block_size]``. The dtype of ``key`` and ``value``, any of 1, 2 or
+            4 bytes; or torch.float8_e4m3fn or float8_e5m2 for float16 or bfloat16 outputs.
+        slot_mapping: ``[num_tokens]`` int32 or int64. The row of a slot of -1 is left as it is.
+        k_scale, v_scale: float32 ``[1]`` or ``[num_heads]``, by which fp8 is multiplied on its way to fp16 or bf16;
+            the product is rounded once, as exact arithmetic would. None is 1.
+        impl: "auto"; "reference", the plain kernel of vLLM's first year, one thread block a token; "torch".
+
+    Raises:
+        ValueError: an argument of the wrong dtype, device, shape or strides, named; off the GPU and in debug mode
+            also a slot outside the cache.
+        loader.KernelUnavailable: the kernel cannot be loaded on this GPU.
+    """
+    key_at, value_at, key_cache_at, value_cache_at = (
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+    )
+    plan = plan_slots(
+        _form(key),
+        _form(value),
+        _form(key_cache),
+        _form(value_cache),
+        _form(slot_mapping),
+        None if k_scale is None else _form(k_scale),
+        None if v_scale is None else _form(v_scale),
+        (key_at | value_at) & 15,
+        (key_cache_at | value_cache_at) & 15,
+        impl,
+    )
+    if plan.in_torch or (_CHECK and _may_read_back(key)):
+        _check_slots(slot_mapping, plan.num_slots)
+        if plan.in_torch:
+            classic = key_cache.dim() == 5
+            gather_torch.gather_slots(key, key_cache, slot_mapping, k_scale, classic_value=False)
+            gather_torch.gather_slots(value, value_cache, slot_mapping, v_scale, classic_value=classic)
+            return
+    k_scale_at = 0 if k_scale is None else k_scale.data_ptr()
+    v_scale_at = 0 if v_scale is None else v_scale.data_ptr()
+    plan.run(key_at, value_at, key_cache_at, value_cache_at, k_scale_at, v_scale_at, slot_mapping.data_ptr(), 0, 0)
 
 
 def gather_paged_kv(
-    kv_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
     block_table: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     seq_starts: torch.Tensor,
-    out: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    impl: Literal["auto", "torch"] = "auto",
 ) -> None:
-    """Copy the cached K and V of a batch into ``out``, request after request.
+    """Copy the cached K and V of a batch into ``key`` and ``value``, request after request.
 
-    On an NVIDIA GPU the kernel ``csrc/gather_paged_kv.cu`` runs on the current stream, without synchronising;
-    elsewhere torch does the work. On the GPU nothing outside the cache is read whatever the tables hold, and the
-    rows whose block is not in the cache, or past the table's width, are left as they are.
+    K and V come apart, or packed in one tensor: then ``value`` and ``value_cache`` are None, and ``key`` and
+    ``key_cache`` are twice as wide, K in the first half of the last dimension and V in the second.
+
+    On the GPU nothing outside the cache is read whatever the tables hold: rows whose block is not in the cache, or
+    past the table's width, are left as they are. With VLLM_KDA_CHECK=1, and off the GPU always, they are an error.
 
     Args:
-        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, any dtype, any strides whose last is 1.
+        key, value: ``[at least cu_seqlens_k[-1], num_kv_heads, head_size]``, last stride 1; slices of a wider tensor
+            will do. Rows from ``cu_seqlens_k[-1]`` on are left as they are.
+        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_size]`` with any strides whose last is
+            1; dtypes as in :func:`gather_cached_kv`.
         block_table: ``[num_reqs, max_blocks]`` int32. Entries past a request's last token are never used.
         cu_seqlens_k: ``[num_reqs + 1]`` int32: 0, then the running sum of the tokens to gather of each request.
         seq_starts: ``[num_reqs]`` int32: position of the first token to gather of each request.
-        out: ``[at least cu_seqlens_k[-1], num_kv_heads, 2 * head_size]`` contiguous, dtype of ``kv_cache``.
-            Rows from ``cu_seqlens_k[-1]`` on are left as they are.
+        k_scale, v_scale: as in :func:`gather_cached_kv`.
+        impl: "auto" or "torch".
 
     Raises:
-        ValueError: an argument of the wrong dtype, device, shape or strides; off the GPU also lengths, starts or
-            blocks that do not fit the tables, the cache or ``out``.
+        ValueError: an argument of the wrong dtype, device, shape or strides, named; off the GPU and in debug mode
+            also lengths, starts or blocks that do not fit the tables, the cache or the outputs.
         loader.KernelUnavailable: the kernel cannot be loaded on this GPU.
     """
-    _check_cache_and_out(kv_cache, out)
-    if block_table.dim() != 2:
-        raise _refused("block_table", f"has shape {list(block_table.shape)}", "[num_reqs, max_blocks]")
-    num_reqs, max_blocks = block_table.shape
-    for name, table, shape in (
-        ("block_table", block_table, (num_reqs, max_blocks)),
-        ("cu_seqlens_k", cu_seqlens_k, (num_reqs + 1,)),
-        ("seq_starts", seq_starts, (num_reqs,)),
-    ):
-        unit_stride = table.stride(-1) == 1 or table.shape[-1] <= 1
-        if table.dtype != torch.int32 or table.shape != shape or table.device != kv_cache.device or not unit_stride:
-            found = f"is {table.dtype} {list(table.shape)} with strides {table.stride()} on {table.device}"
-            raise _refused(name, found, f"torch.int32 {list(shape)} with last stride 1 on {kv_cache.device}")
-    if num_reqs == 0 or out.numel() == 0:
-        return
-    if kv_cache.is_cuda:
-        _launch(kv_cache, block_table, cu_seqlens_k, seq_starts, out)
-        return
-    first, total = int(cu_seqlens_k[0]), int(cu_seqlens_k[-1])
-    if first != 0:
-        raise _refused("cu_seqlens_k", f"starts with {first}", "0 there")
-    if total > len(out):
-        raise _refused("out", f"has {len(out)} rows", f"at least cu_seqlens_k[-1] = {total} long")
-    slots = paged_slots(block_table, seq_starts, cu_seqlens_k.diff(), kv_cache.shape[2])
-    gather_rows(kv_cache, slots, out)
-
-
-def _launch(
-    kv_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    seq_starts: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    device = kv_cache.get_device()
-    kernel = loader.load(_KERNEL, device)
-    size = kv_cache.element_size()
-    num_blocks, num_heads, block_size, width = kv_cache.shape
-    # The stride of a dimension of size 1 says nothing and must not spoil the alignment.
-    block_stride, head_stride, token_stride = (
-        stride * size if length > 1 else 0
-        for stride, length in zip(kv_cache.stride()[:3], kv_cache.shape, strict=False)
+    key_at, key_cache_at = key.data_ptr(), key_cache.data_ptr()
+    value_at = key_at if value is None else value.data_ptr()
+    value_cache_at = key_cache_at if value_cache is None else value_cache.data_ptr()
+    plan = plan_table(
+        _form(key),
+        None if value is None else _form(value),
+        _form(key_cache),
+        None if value_cache is None else _form(value_cache),
+        _form(block_table),
+        _form(cu_seqlens_k),
+        _form(seq_starts),
+        None if k_scale is None else _form(k_scale),
+        None if v_scale is None else _form(v_scale),
+        (key_at | value_at) & 15,
+        (key_cache_at | value_cache_at) & 15,
+        impl,
     )
-    head_bytes = width * size
-    runs, run_bytes = num_heads, head_bytes
-    if num_heads == 1 or head_stride == head_bytes:  # all heads of a token lie in one run
-        runs, run_bytes, head_stride = 1, num_heads * head_bytes, 0
-    source, destination = kv_cache.data_ptr(), out.data_ptr()
-    # The widest vector that every address is a multiple of, up to 16 bytes.
-    vector = math.gcd(16, source, destination, run_bytes, head_stride, block_stride, token_stride)
-    tiles = -(-out.nbytes // (_TILE_VECTORS * vector))
-    args = [
-        source,
-        destination,
+    if plan.in_torch or (_CHECK and _may_read_back(key)):
+        slots = _table_slots(block_table, cu_seqlens_k, seq_starts, key_cache, len(key))
+        if plan.in_torch:
+            if value is None or value_cache is None:
+                key, value = key.chunk(2, dim=-1)
+                key_cache, value_cache = key_cache.chunk(2, dim=-1)
+            gather_torch.gather_slots(key[: len(slots)], key_cache, slots, k_scale, classic_value=False)
+            gather_torch.gather_slots(value[: len(slots)], value_cache, slots, v_scale, classic_value=False)
+            return
+    plan.run(
+        key_at,
+        value_at + plan.value_offset,
+        key_cache_at,
+        value_cache_at + plan.value_cache_offset,
+        0 if k_scale is None else k_scale.data_ptr(),
+        0 if v_scale is None else v_scale.data_ptr(),
         block_table.data_ptr(),
         cu_seqlens_k.data_ptr(),
         seq_starts.data_ptr(),
-        len(block_table),
-        block_table.shape[1],
-        block_table.stride(0),
-        num_blocks,
-        block_size,
-        block_stride,
-        token_stride,
-        head_stride,
-        run_bytes,
-        runs,
-        len(out),
-    ]
-    kernel.launch(f"{_KERNEL}_{vector}", tiles, _THREADS, args)
-
-
-def paged_slots(
-    block_table: torch.Tensor, seq_starts: torch.Tensor, seq_lens: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """Slot of every token to gather, request after request.
-
-    Args:
-        block_table: ``[num_reqs, max_blocks]`` int32 or int64. Entries past a request's last token are never used.
-        seq_starts: ``[num_reqs]`` position of the first token to gather of each request.
-        seq_lens: ``[num_reqs]`` number of tokens to gather of each request; 0 gives no slot.
-        block_size: tokens a block holds.
-
-    Returns:
-        ``[seq_lens.sum()]`` int64 slots on the device of ``block_table``. Reads sizes back to the host, so on
-        CUDA it synchronises.
-
-    Raises:
-        ValueError: wrong dtype, rank or length, a negative start or length, or a request that needs more
-            blocks than the table is wide.
-    """
-    _check_indices("block_table", block_table, 2)
-    _check_indices("seq_starts", seq_starts, 1)
-    _check_indices("seq_lens", seq_lens, 1)
-    num_reqs, max_blocks = block_table.shape
-    for name, values in (("seq_starts", seq_starts), ("seq_lens", seq_lens)):
-        if len(values) != num_reqs:
-            raise _refused(name, f"has {len(values)} entries", f"{num_reqs} long, one entry a request")
-        if values.device != block_table.device:
-            raise _refused(name, f"is on {values.device}", f"on {block_table.device} as block_table is")
-    if block_size < 1:
-        raise _refused("block_size", f"is {block_size}", "at least 1")
-    starts, lens = seq_starts.long(), seq_lens.long()
-    if num_reqs == 0:
-        return lens
-    for name, values in (("seq_starts", starts), ("seq_lens", lens)):
-        least = int(values.min())
-        if least < 0:
-            raise _refused(name, f"contains {least}", "0 or more everywhere")
-    longest = int((starts + lens).where(lens > 0, 0).max())
-    if longest > max_blocks * block_size:
-        found = f"is {max_blocks} blocks of {block_size} tokens wide"
-        raise _refused("block_table", found, f"wide enough for the longest request, {longest} tokens")
-    ends = lens.cumsum(0)
-    total = int(ends[-1])
-    request = torch.repeat_interleave(lens, output_size=total)
-    position = torch.arange(total, device=lens.device) + (starts - ends + lens)[request]
-    logical_block = position // block_size
-    return block_table[request, logical_block].long() * block_size + (position - logical_block * block_size)
-
-
-def gather_rows(kv_cache: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Copy the K|V row of every slot into ``out``, in order, with torch. Any device.
-
-    Args:
-        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, any strides whose last is 1.
-        slots: ``[num_tokens]`` int64, each ``block * block_size + offset``.
-        out: ``[at least num_tokens, num_kv_heads, 2 * head_size]`` contiguous, dtype of ``kv_cache``. Rows from
-            ``num_tokens`` on are left as they are.
-
-    Returns:
-        ``out[:num_tokens]``.
-
-    Raises:
-        ValueError: an argument of the wrong dtype, device, shape or strides; on the CPU also a slot outside
-            the cache (on CUDA torch's own device assertion reports it).
-    """
-    _check_cache_and_out(kv_cache, out)
-    if slots.dtype != torch.int64 or slots.dim() != 1 or slots.device != kv_cache.device:
-        found = f"is {slots.dim()}-dimensional {slots.dtype} on {slots.device}"
-        raise _refused("slots", found, f"1-dimensional torch.int64 on {kv_cache.device} as kv_cache is")
-    num_tokens = len(slots)
-    if num_tokens > len(out):
-        raise _refused("out", f"has {len(out)} rows", f"at least {num_tokens} long, a row a slot")
-    gathered = out[:num_tokens]
-    if gathered.numel() == 0:
-        return gathered
-    num_blocks, num_heads, block_size, width = kv_cache.shape
-    if slots.device.type == "cpu":
-        least, most = (int(bound) for bound in slots.aminmax())
-        if least < 0 or most >= num_blocks * block_size:
-            slot = least if least < 0 else most
-            found = f"contains {slot} (block {slot // block_size})"
-            allowed = f"from 0 to {num_blocks * block_size - 1} (blocks 0 to {num_blocks - 1})"
-            raise _refused("slots", found, allowed)
-
-    # index_select copies whole rows at memory speed, from any view of rows a constant stride apart. Rows may
-    # overlap, so the greatest common divisor of the strides makes such a view of every layout.
-    block_stride, head_stride, token_stride, _ = (
-        stride if size > 1 else 0 for size, stride in zip(kv_cache.shape, kv_cache.stride(), strict=True)
     )
-    heads_are_one_run = num_heads == 1 or head_stride == width
-    row_width = num_heads * width if heads_are_one_run else width
-    strides = (block_stride, token_stride) if heads_are_one_run else (block_stride, head_stride, token_stride)
-    step = math.gcd(*strides) or 1
-    last = (num_blocks - 1) * block_stride + (block_size - 1) * token_stride
-    if not heads_are_one_run:
-        last += (num_heads - 1) * head_stride
-    rows = kv_cache.as_strided((last // step + 1, row_width), (step, 1))
-
-    if block_stride == block_size * token_stride and token_stride == step:
-        index = slots
-    else:
-        block = slots // block_size
-        index = block * (block_stride // step) + (slots - block * block_size) * (token_stride // step)
-    if not heads_are_one_run:
-        head = torch.arange(num_heads, device=slots.device) * (head_stride // step)
-        index = (index[:, None] + head).view(-1)
-    rows_out = gathered.view(-1, row_width)
-    if rows.element_size() == 1:  # index_select knows no fp8
-        rows, rows_out = rows.view(torch.uint8), rows_out.view(torch.uint8)
-    torch.index_select(rows, 0, index, out=rows_out)
-    return gathered
 
 
-def _check_cache_and_out(kv_cache: torch.Tensor, out: torch.Tensor) -> None:
-    if kv_cache.dim() != 4:
-        form = "[num_blocks, num_kv_heads, block_size, 2 * head_size]"
-        raise _refused("kv_cache", f"has shape {list(kv_cache.shape)}", form)
-    _, num_heads, _, width = kv_cache.shape
-    if kv_cache.stride(3) != 1 and width > 1:
-        raise _refused("kv_cache", f"has strides {kv_cache.stride()}", "a view whose last stride is 1")
-    if out.dim() != 3 or out.shape[1] != num_heads or out.shape[2] != width:
-        raise _refused("out", f"has shape {list(out.shape)}", f"[tokens, {num_heads}, {width}] to match kv_cache")
-    if not out.is_contiguous():
-        raise _refused("out", f"has shape {list(out.shape)} and strides {out.stride()}", "contiguous")
-    if out.dtype != kv_cache.dtype or out.device != kv_cache.device:
-        allowed = f"{kv_cache.dtype} on {kv_cache.device} as kv_cache is"
-        raise _refused("out", f"is {out.dtype} on {out.device}", allowed)
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device  # gather_plan.Form, as a plain tuple: faster
 
 
-def _check_indices(name: str, tensor: torch.Tensor, rank: int) -> None:
-    if tensor.dim() != rank or tensor.dtype not in _INDEX_DTYPES:
-        found = f"is {tensor.dim()}-dimensional {tensor.dtype}"
-        raise _refused(name, found, f"{rank}-dimensional torch.int32 or torch.int64")
+def _may_read_back(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _refused(name: str, found: str, allowed: str) -> ValueError:
-    return ValueError(f"{name} {found}, must be {allowed}")
+def _check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
+    """Refuse slots outside the cache. Reads back to the host."""
+    bad = (slot_mapping < -1) | (slot_mapping >= num_slots)
+    if bool(bad.any()):
+        row = int(bad.int().argmax())
+        found = f"contains {int(slot_mapping[row])} at row {row} (and {int(bad.sum()) - 1} more such)"
+        raise refused("slot_mapping", found, f"from 0 to {num_slots - 1}, or -1 to leave a row as it is")
+
+
+def _table_slots(
+    block_table: torch.Tensor, cu_seqlens_k: torch.Tensor, seq_starts: torch.Tensor, key_cache: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """Slots of a batch; refuses what does not fit the table, the cache or the output. Reads back to the host."""
+    num_blocks, block_size = key_cache.shape[:2]
+    if not len(block_table):
+        return cu_seqlens_k[:0]
+    first, total = int(cu_seqlens_k[0]), int(cu_seqlens_k[-1])
+    if first != 0:
+        raise refused("cu_seqlens_k", f"starts with {first}", "0 there")
+    falling = cu_seqlens_k.diff() < 0
+    if bool(falling.any()):
+        request = int(falling.int().argmax())
+        found = f"falls from {int(cu_seqlens_k[request])} to {int(cu_seqlens_k[request + 1])} at request {request}"
+        raise refused("cu_seqlens_k", found, "a running sum of lengths")
+    if total > rows:
+        raise refused("key", f"has {rows} rows", f"at least cu_seqlens_k[-1] = {total} long")
+    slots = gather_torch.paged_slots(block_table, seq_starts, cu_seqlens_k.diff(), block_size)
+    bad = (slots < 0) | (slots >= num_blocks * block_size)
+    if bool(bad.any()):
+        row = int(bad.int().argmax())
+        request = int(torch.searchsorted(cu_seqlens_k, row, right=True)) - 1
+        found = f"names block {int(slots[row]) // block_size} for row {row} of the output (request {request})"
+        raise refused("block_table", found, f"blocks 0 to {num_blocks - 1} wherever a token is asked for")
+    return slots

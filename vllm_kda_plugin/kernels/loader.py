@@ -11,11 +11,24 @@ import dataclasses
 import importlib.metadata
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+_DEQUANTIZE = [f"{fp8}_{wide}" for fp8 in ("e4m3", "e5m2") for wide in ("float16", "bfloat16")]
+
 KERNELS: dict[str, tuple[str, ...]] = {
-    "gather_paged_kv": tuple(f"gather_paged_kv_{width}" for width in (16, 8, 4, 2, 1)),
+    "gather_cached_kv": (
+        *(
+            f"gather_{source}_{vector}"
+            for source in ("slots", "table")
+            for vector in (
+                *("16_1", "16_2", "16_4", "8_4", "4_4", "2_4", "1_4"),
+                *(f"{name}_{loads}" for name in _DEQUANTIZE for loads in ("8_1", "8_4", "1_4")),
+            )
+        ),
+        *(f"gather_{form}_{name}" for form in ("classic", "elements") for name in ("4", "2", "1", *_DEQUANTIZE)),
+    ),
 }
 """Every file in ``csrc/`` and its entry points, all loaded together."""
 
@@ -53,35 +66,59 @@ class Kernel:
         from cupy_backends.cuda.api import driver, runtime
 
         self.status = status
-        self._device = device
+        self.device = device
+        self.driver, self.runtime = driver, runtime
         self._functions = functions  # CuPy's objects, which keep the module loaded
-        self._handles = {entry: function.ptr for entry, function in functions.items()}
-        self._driver, self._runtime = driver, runtime
 
-    def launch(self, entry: str, blocks: int, threads: int, args: list[int]) -> None:
-        """Launch on torch's current stream of this GPU. Does not synchronise.
+    def prepare(self, entry: str, blocks: int, threads: int, num_pointers: int, constants: Sequence[int]) -> Launch:
+        """A launch of which all but the pointers is known.
 
         Args:
             entry: the name of one of the file's entry points.
             blocks: thread blocks in the (one-dimensional) grid.
             threads: threads in each block.
-            args: pointers and integers, the kernel's one argument, a struct of 8-byte members.
+            num_pointers: pointers that the kernel's one argument begins with, a struct of 8-byte members.
+            constants: the integers that follow them.
         """
+        return Launch(self, self._functions[entry].ptr, blocks, threads, num_pointers, constants)
+
+
+class Launch:
+    """A kernel with its grid and constants; called with pointers. Any thread may call it."""
+
+    def __init__(
+        self, kernel: Kernel, handle: int, blocks: int, threads: int, num_pointers: int, constants: Sequence[int]
+    ) -> None:
         import torch
 
-        if torch.cuda.current_device() != self._device:
-            with torch.cuda.device(self._device):
-                self.launch(entry, blocks, threads, args)
+        self._kernel = kernel
+        self._device = kernel.device
+        self._current_device = torch._C._cuda_getDevice
+        self._current_stream = torch._C._cuda_getCurrentRawStream
+        self._launch = kernel.driver.launchKernel
+        self._shape = (handle, blocks, 1, 1, threads, 1, 1, 0)
+        self._struct = ctypes.c_longlong * (num_pointers + len(constants))
+        self._template = self._struct(*[0] * num_pointers, *constants)
+
+    def __call__(self, *pointers: int) -> None:
+        """Launch on torch's current stream of the kernel's GPU. Does not synchronise."""
+        if self._current_device() != self._device:
+            self._call_on_its_device(pointers)
             return
-        if not self._driver.ctxGetCurrent():  # a thread that has not used this GPU yet
-            self._runtime.setDevice(self._device)
+        if not self._kernel.driver.ctxGetCurrent():  # a thread that has not used this GPU yet
+            self._kernel.runtime.setDevice(self._device)
+        struct = self._struct.from_buffer_copy(self._template)  # one a call: other threads may be here too
+        struct[: len(pointers)] = pointers
+        parameter = ctypes.c_void_p(ctypes.addressof(struct))
+        stream = self._current_stream(self._device)
         # The driver copies the struct before it returns. This direct call takes half the time of a RawKernel's.
-        struct = (ctypes.c_longlong * len(args))(*args)
-        pointer = ctypes.c_void_p(ctypes.addressof(struct))
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._driver.launchKernel(
-            self._handles[entry], blocks, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(pointer), 0
-        )
+        self._launch(*self._shape, stream, ctypes.addressof(parameter), 0)
+
+    def _call_on_its_device(self, pointers: tuple[int, ...]) -> None:
+        import torch
+
+        with torch.cuda.device(self._device):
+            self(*pointers)
 
 
 def load(name: str, device: int) -> Kernel:
