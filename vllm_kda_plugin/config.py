@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_kda_plugin.kernels.checks import CHECK_VARIABLE, debug_checks
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -15,7 +17,6 @@ SECTION = "kda_plugin"
 ENV_PREFIX = "VLLM_KDA_"
 _MOST_MIB = 1 << 20
 _ALLOWED = {"gather_workspace_mib": f"a whole number from 1 to {_MOST_MIB}", "log_stats": "true or false"}
-CHECK_VARIABLE = "VLLM_KDA_CHECK"
 # The first is read by setup.py, the second by debug_checks(): neither is a setting of one engine.
 _OTHER_VARIABLES = {"VLLM_KDA_ARCHS", CHECK_VARIABLE}
 
@@ -60,18 +61,6 @@ class PluginConfig(BaseModel):
         return from_section.model_copy(
             update={key: getattr(from_env, key) for key in from_env.model_fields_set - from_section.model_fields_set}
         )
-
-
-def debug_checks(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether VLLM_KDA_CHECK=1 asks to check on the GPU what kernels read as indices, at the cost of a synchronisation.
-
-    Raises:
-        ValueError: it is neither 0 nor 1.
-    """
-    value = environ.get(CHECK_VARIABLE, "0")
-    if value not in ("0", "1"):
-        raise ValueError(f"{CHECK_VARIABLE} = {value!r} is not allowed; allowed is 0 or 1")
-    return value == "1"
 
 
 def _allowed_keys() -> str:

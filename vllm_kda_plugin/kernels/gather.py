@@ -13,9 +13,8 @@ from typing import Literal
 
 import torch
 
-from vllm_kda_plugin.config import debug_checks
 from vllm_kda_plugin.kernels import gather_torch
-from vllm_kda_plugin.kernels.checks import refused
+from vllm_kda_plugin.kernels.checks import debug_checks, refused
 from vllm_kda_plugin.kernels.gather_plan import plan_slots, plan_table
 
 _CHECK = debug_checks()

@@ -376,9 +376,9 @@ def _check_classic(key: Form, key_cache: Form, value_cache: Form) -> None:
         raise refused("key_cache", f"has shape {list(key_cache.shape)}", allowed)
     if key_cache.strides[4] != 1:
         raise refused("key_cache", f"has strides {key_cache.strides}", "a view whose last stride is 1")
-    wanted = (num_blocks, num_heads, head_size, block_size)
-    if value_cache.shape != wanted:
-        raise refused("value_cache", f"has shape {list(value_cache.shape)}", f"{list(wanted)} to match key_cache")
+    like_key = [num_blocks, num_heads, head_size, block_size]
+    if list(value_cache.shape) != like_key:
+        raise refused("value_cache", f"has shape {list(value_cache.shape)}", f"{like_key} to match key_cache")
     if value_cache.dtype != key_cache.dtype:
         raise refused("value_cache", f"is {value_cache.dtype}", f"{key_cache.dtype} as key_cache")
     _check_device("key_cache", key_cache, key)

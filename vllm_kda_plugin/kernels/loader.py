@@ -108,7 +108,7 @@ class Launch:
         if not self._kernel.driver.ctxGetCurrent():  # a thread that has not used this GPU yet
             self._kernel.runtime.setDevice(self._device)
         struct = self._struct.from_buffer_copy(self._template)  # one a call: other threads may be here too
-        struct[: len(pointers)] = pointers
+        struct[: len(pointers)] = pointers  # type: ignore[call-overload]  # takes any sequence
         parameter = ctypes.c_void_p(ctypes.addressof(struct))
         stream = self._current_stream(self._device)
         # The driver copies the struct before it returns. This direct call takes half the time of a RawKernel's.
