@@ -20,7 +20,7 @@ from vllm_kda_plugin.kernels import loader
 from vllm_kda_plugin.kernels.loader import CuPyUnavailable, KernelStatus, KernelUnavailable, check_cupy, kernel_status
 
 ROOT = Path(loader.__file__).parents[2]
-NAME = "gather_paged_kv"
+NAME = "gather_cached_kv"
 
 
 def test_every_source_is_a_known_kernel() -> None:
@@ -100,13 +100,14 @@ class FakeModule:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A machine that seems to have a GPU and CuPy. Launches are noted in ``launches``."""
-    fake = SimpleNamespace(launches=[], context=1, current=0, devices=[], capturing=False)
+    fake = SimpleNamespace(launches=[], context=1, current=0, devices=[], capturing=False, before_reading=lambda: None)
 
     def launch_kernel(*call: int) -> None:
         *shape, stream, parameters, extra = call
         struct = ctypes.c_void_p.from_address(parameters).value
         assert struct is not None
-        fake.launches.append((shape, stream, list((ctypes.c_longlong * 3).from_address(struct)), extra))
+        fake.before_reading()  # the driver reads the struct some time into the call
+        fake.launches.append((shape, stream, list((ctypes.c_longlong * 5).from_address(struct)), extra))
 
     @contextlib.contextmanager
     def use_device(index: int) -> Any:
@@ -127,6 +128,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: fake.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch.cuda, "device", use_device)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: fake.current, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70 + index, raising=False)
     monkeypatch.setattr(FakeModule, "broken", ())
     monkeypatch.setattr(loader, "FATBINS", tmp_path)
@@ -190,7 +192,7 @@ def test_cupy_that_does_not_import(gpu: SimpleNamespace, monkeypatch: pytest.Mon
 
 def test_nothing_is_loaded_during_capture(gpu: SimpleNamespace) -> None:
     gpu.capturing = True
-    with pytest.raises(RuntimeError, match=r"call load\('gather_paged_kv', 0\) before the capture"):
+    with pytest.raises(RuntimeError, match=r"call load\('gather_cached_kv', 0\) before the capture"):
         loader.load(NAME, 0)
     gpu.capturing = False
     kernel = loader.load(NAME, 0)
@@ -224,25 +226,46 @@ def test_each_gpu_has_its_own_and_threads_share_it(gpu: SimpleNamespace, monkeyp
 
 
 def test_launch_passes_the_arguments_as_one_struct_on_torchs_stream(gpu: SimpleNamespace) -> None:
-    kernel = loader.load(NAME, 0)
+    launch = loader.load(NAME, 0).prepare("gather_slots_16_4", 5, 256, 2, [-3, 2**40, -(2**62)])
     gpu.devices.clear()
-    kernel.launch("gather_paged_kv_16", 5, 256, [1, 2**40, -3])
-    [(shape, stream, args, extra)] = gpu.launches
-    assert shape == [hash("gather_paged_kv_16"), 5, 1, 1, 256, 1, 1, 0]
-    assert (stream, args, extra) == (70, [1, 2**40, -3], 0)
+    launch(2**63 - 1, 7)
+    launch(0, 2**47)
+    shape = [hash("gather_slots_16_4"), 5, 1, 1, 256, 1, 1, 0]
+    assert gpu.launches == [
+        (shape, 70, [2**63 - 1, 7, -3, 2**40, -(2**62)], 0),
+        (shape, 70, [0, 2**47, -3, 2**40, -(2**62)], 0),
+    ]
     assert gpu.devices == []
 
 
+def test_unknown_entry_point(gpu: SimpleNamespace) -> None:
+    with pytest.raises(KeyError, match="gather_nothing"):
+        loader.load(NAME, 0).prepare("gather_nothing", 1, 1, 1, [])
+
+
 def test_launch_switches_to_the_kernels_gpu_and_back(gpu: SimpleNamespace) -> None:
-    kernel = loader.load(NAME, 1)
-    kernel.launch("gather_paged_kv_8", 1, 256, [1, 2, 3])
-    assert gpu.launches[0][1] == 71
+    launch = loader.load(NAME, 1).prepare("gather_slots_8_4", 1, 256, 1, [2, 3, 4, 5])
+    assert gpu.launches == []
+    launch(1)
+    [(_, stream, arguments, _)] = gpu.launches
+    assert (stream, arguments) == (71, [1, 2, 3, 4, 5])
     assert gpu.current == 0
 
 
 def test_a_thread_without_a_context_gets_one_before_it_launches(gpu: SimpleNamespace) -> None:
-    kernel = loader.load(NAME, 0)
+    launch = loader.load(NAME, 0).prepare("gather_slots_8_4", 1, 256, 1, [2, 3, 4, 5])
     gpu.devices.clear()
     gpu.context = 0
-    kernel.launch("gather_paged_kv_8", 1, 256, [1, 2, 3])
+    launch(1)
     assert gpu.devices == [0]
+
+
+def test_threads_launching_at_once_do_not_see_each_others_pointers(gpu: SimpleNamespace) -> None:
+    launch = loader.load(NAME, 0).prepare("gather_slots_8_4", 1, 256, 2, [3, 4, 5])
+    gpu.before_reading = threading.Barrier(8).wait  # all have written their pointers, none has read them
+    threads = [threading.Thread(target=launch, args=(index, 100 + index)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(arguments for _, _, arguments, _ in gpu.launches) == [[i, 100 + i, 3, 4, 5] for i in range(8)]
