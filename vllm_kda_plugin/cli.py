@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+PLOT_FORMATS = (".pdf", ".png", ".svg")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +20,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("demo", _demo, "serve a small model through our attention backend and show what ran"),
     ):
         commands.add_parser(name, help=summary, description=summary).set_defaults(run=run)
-    return int(parser.parse_args(argv).run())
+    summary = "measure what the plugin is made of, beside other ways of doing the same"
+    benches = commands.add_parser("bench", help=summary, description=summary).add_subparsers(
+        required=True, metavar="WHAT"
+    )
+    summary = "measure the gather of paged KV cache; on a CPU it is torch that is measured"
+    gather = benches.add_parser("gather", help=summary, description=summary)
+    gather.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures here")
+    gather.add_argument("--plot", type=_plot_file, metavar="FILE", help="plot here, as .png, .svg or .pdf")
+    gather.add_argument(
+        "--num-tokens",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help="measure one request of each of these sizes, in every layout, in place of the usual sizes",
+    )
+    gather.set_defaults(run=_bench_gather)
+    arguments = vars(parser.parse_args(argv))
+    return int(arguments.pop("run")(**arguments))
 
 
 def _doctor() -> int:
@@ -29,6 +50,40 @@ def _demo() -> int:
     from vllm_kda_plugin import demo
 
     return demo.run()
+
+
+def _bench_gather(json: Path | None, plot: Path | None, num_tokens: Sequence[int] | None) -> int:
+    from vllm_kda_plugin.bench import gather
+
+    return gather.run(json, plot, num_tokens)
+
+
+def _new_file(text: str) -> Path:
+    """A file that can be written, so that nothing is measured in vain."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder, must be a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent} is no folder, so {text} cannot be written")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} may not be written by you")
+    return path
+
+
+def _plot_file(text: str) -> Path:
+    if Path(text).suffix.lower() not in PLOT_FORMATS:
+        raise argparse.ArgumentTypeError(f"{text} must end in one of {', '.join(PLOT_FORMATS)}")
+    return _new_file(text)
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a whole number from 1")
+    return number
 
 
 if __name__ == "__main__":
