@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_kda_plugin.config import PluginConfig
+from vllm_kda_plugin.kernels.checks import debug_checks
 
 
 def test_defaults() -> None:
@@ -38,3 +39,25 @@ def test_every_setting_says_what_is_allowed() -> None:
     for name in PluginConfig.model_fields:
         with pytest.raises(ValueError, match=f"kda_plugin.{name} = None is not allowed; allowed is "):
             PluginConfig.load({name: None}, {})
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"), [({}, False), ({"VLLM_KDA_CHECK": "0"}, False), ({"VLLM_KDA_CHECK": "1"}, True)]
+)
+def test_debug_mode_is_no_setting_of_an_engine(environment: dict[str, str], wanted: bool) -> None:
+    assert debug_checks(environment) is wanted
+    assert PluginConfig.load({}, environment) == PluginConfig()
+
+
+@pytest.mark.parametrize("value", ["", "2", "true", "yes", " 1"])
+def test_wrong_debug_mode_is_named(value: str) -> None:
+    for read in (debug_checks, lambda environment: PluginConfig.load({}, environment)):
+        with pytest.raises(ValueError, match=f"^VLLM_KDA_CHECK = '{value}' is not allowed; allowed is 0 or 1$"):
+            read({"VLLM_KDA_CHECK": value})
+
+
+def test_debug_mode_is_read_from_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KDA_CHECK", "1")
+    assert debug_checks()
+    monkeypatch.delenv("VLLM_KDA_CHECK")
+    assert not debug_checks()
