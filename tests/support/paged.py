@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 from tests.support.exact import product_table, without_nan_payloads
+from vllm_kda_plugin.kernels import gather
+from vllm_kda_plugin.kernels.gather import gather_cached_kv, gather_paged_kv
+from vllm_kda_plugin.kernels.gather_plan import plan_slots, plan_table
 
 LAYOUTS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "padded", "odd padding", "off by one")
 """Physical orders of vLLM (L layer, B block, H head, N token in block, C head size), and pages with gaps."""
@@ -132,6 +135,12 @@ def make_classic(
     raise ValueError(layout)
 
 
+def odd_strides(tensor: torch.Tensor, stride: int) -> torch.Tensor:
+    """The same tensor; its dimensions of size 1, whose stride says nothing, get this one."""
+    strides = [stride if size == 1 else old for size, old in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(tensor.shape, strides)
+
+
 # ---- Calls ----------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +241,19 @@ def copied(call: Call, device: str = "cpu") -> Call:
 def memory(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the storage that a tensor is a view of."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def run(call: Call, **options: Any) -> None:
+    """Make the call."""
+    kind: Any = gather_cached_kv if "slot_mapping" in call else gather_paged_kv
+    kind(**call, **options)
+
+
+def forget_plans() -> None:
+    """As in a new process: no launch is planned."""
+    plan_slots.cache_clear()
+    plan_table.cache_clear()
+    gather._LAST.slots = gather._LAST.table = None
 
 
 # ---- What must come out ---------------------------------------------------------------------------------------------

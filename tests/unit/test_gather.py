@@ -30,8 +30,10 @@ from tests.support.paged import (
     make_pair,
     memory,
     mismatch,
+    odd_strides,
     poisoned,
     random_slots,
+    run,
     seeded,
     slots_call,
     table_call,
@@ -54,11 +56,6 @@ BATCHES = {
 }
 # heads, tokens a block, head size
 SHAPES = [(8, 16, 128), (1, 1, 1), (3, 8, 7), (5, 12, 40), (1, 528, 64)]
-
-
-def run(call: Call) -> None:
-    gather: Any = gather_cached_kv if "slot_mapping" in call else gather_paged_kv
-    gather(**call)
 
 
 def check(call: Call) -> None:
@@ -141,12 +138,6 @@ def test_every_kind_of_32_bit_number_survives() -> None:
     run(call)
     assert bits(call["key"])[:, 0, 3].tolist() == kinds
     assert bits(call["value"])[:, 0, 3].tolist() == kinds[::-1]
-
-
-def odd_strides(tensor: torch.Tensor, stride: int) -> torch.Tensor:
-    """The same tensor; its dimensions of size 1, whose stride says nothing, get this one."""
-    strides = [stride if size == 1 else old for size, old in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.as_strided(tensor.shape, strides)
 
 
 @pytest.mark.parametrize("stride", [0, 1, 7])

@@ -156,21 +156,7 @@ def float32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-SCALES = [
-    0.1,
-    1.0,
-    448.0,
-    1 / 448,
-    3e38,
-    1e-38,
-    2**-149,
-    2**-126,
-    0.0,
-    -0.7,
-    65504.0,
-    1 + 2**-23,
-    2**-25 * (1 + 2**-23),
-]
+SCALES = [0.1, 1.0, 448.0, 1 / 448, 3e38, 1e-38, 2**-149, 2**-126, 0.0, -0.0, -0.7, 65504.0, 1 + 2**-23, 2**-25]
 
 
 @pytest.mark.parametrize("wide", WIDE, ids=str)
@@ -180,9 +166,6 @@ def test_every_fp8_number_times_a_scale_is_rounded_once(fp8: torch.dtype, wide: 
     check_values(fp8, wide, scales, len(scales))
     for value in scales:
         check_values(fp8, wide, [value], 2)
-    assert torch.equal(
-        bits(dequantized_values(fp8, None, 1, wide)), bits(dequantized_values(fp8, torch.ones(1), 1, wide))
-    )
 
 
 @given(

@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -97,17 +97,39 @@ class FakeModule:
         return SimpleNamespace(kernel=SimpleNamespace(ptr=hash(entry)))
 
 
+class Launched(NamedTuple):
+    """What the driver was told."""
+
+    handle: int
+    grid: tuple[int, int, int, int, int, int]
+    shared: int
+    stream: int
+    attributes: list[tuple[int, int]]
+    arguments: list[int]
+
+
+class CudaError(RuntimeError):
+    """CuPy's CUDADriverError."""
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A machine that seems to have a GPU and CuPy. Launches are noted in ``launches``."""
-    fake = SimpleNamespace(launches=[], context=1, current=0, devices=[], capturing=False, before_reading=lambda: None)
+    fake = SimpleNamespace(
+        launches=[], context=1, current=0, devices=[], capturing=False, capability=(9, 0), error=0, reading=lambda: None
+    )
 
-    def launch_kernel(*call: int) -> None:
-        *shape, stream, parameters, extra = call
-        struct = ctypes.c_void_p.from_address(parameters).value
+    def launch_kernel(config_at: int, handle: int, parameters_at: int, extra: None) -> int:
+        config = loader._Config.from_address(config_at)
+        struct = ctypes.c_void_p.from_address(parameters_at).value
         assert struct is not None
-        fake.before_reading()  # the driver reads the struct some time into the call
-        fake.launches.append((shape, stream, list((ctypes.c_longlong * 5).from_address(struct)), extra))
+        fake.reading()  # the driver reads the struct some time into the call
+        grid = (config.grid_x, config.grid_y, config.grid_z, config.block_x, config.block_y, config.block_z)
+        attributes = (loader._Attribute * config.num_attributes).from_address(config.attributes or config_at)
+        early = [(attribute.id, attribute.value[0]) for attribute in attributes]
+        arguments = list((ctypes.c_longlong * 5).from_address(struct))
+        fake.launches.append(Launched(handle, grid, config.shared, config.stream, early, arguments))
+        return int(fake.error)
 
     @contextlib.contextmanager
     def use_device(index: int) -> Any:
@@ -116,7 +138,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         fake.current = before
 
     runtime = SimpleNamespace(setDevice=fake.devices.append)
-    driver = SimpleNamespace(ctxGetCurrent=lambda: fake.context, launchKernel=launch_kernel)
+    driver = SimpleNamespace(ctxGetCurrent=lambda: fake.context, CUDADriverError=CudaError)
     monkeypatch.setitem(
         sys.modules, "cupy", SimpleNamespace(RawModule=FakeModule, cuda=SimpleNamespace(runtime=runtime))
     )
@@ -126,6 +148,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: fake.current)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: fake.capability)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch.cuda, "device", use_device)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: fake.current, raising=False)
@@ -133,6 +156,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(FakeModule, "broken", ())
     monkeypatch.setattr(loader, "FATBINS", tmp_path)
     monkeypatch.setattr(loader, "_loaded", {})
+    monkeypatch.setattr(loader, "_cuda_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launch_kernel))
     distributions(monkeypatch, "cupy-cuda13x")
     return fake
 
@@ -225,17 +249,31 @@ def test_each_gpu_has_its_own_and_threads_share_it(gpu: SimpleNamespace, monkeyp
     assert len(set(map(id, found))) == 2
 
 
+EARLY = [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: allowed
+
+
 def test_launch_passes_the_arguments_as_one_struct_on_torchs_stream(gpu: SimpleNamespace) -> None:
-    launch = loader.load(NAME, 0).prepare("gather_slots_16_4", 5, 256, 2, [-3, 2**40, -(2**62)])
+    launch = loader.load(NAME, 0).prepare("gather_elements_4", 5, 256, 2, [-3, 2**40, -(2**62)])
     gpu.devices.clear()
     launch(2**63 - 1, 7)
     launch(0, 2**47)
-    shape = [hash("gather_slots_16_4"), 5, 1, 1, 256, 1, 1, 0]
-    assert gpu.launches == [
-        (shape, 70, [2**63 - 1, 7, -3, 2**40, -(2**62)], 0),
-        (shape, 70, [0, 2**47, -3, 2**40, -(2**62)], 0),
+    launch(9)  # of the others nothing is known
+    handle, grid = hash("gather_elements_4"), (5, 1, 1, 256, 1, 1)
+    assert gpu.launches[:2] == [
+        Launched(handle, grid, 0, 70, EARLY, [2**63 - 1, 7, -3, 2**40, -(2**62)]),
+        Launched(handle, grid, 0, 70, EARLY, [0, 2**47, -3, 2**40, -(2**62)]),
     ]
+    assert gpu.launches[2].arguments[::2] == [9, -3, -(2**62)]
     assert gpu.devices == []
+
+
+@pytest.mark.parametrize(("capability", "attributes"), [((8, 0), []), ((8, 9), []), ((9, 0), EARLY), ((12, 0), EARLY)])
+def test_kernels_come_early_where_they_know_to_wait(
+    gpu: SimpleNamespace, capability: tuple[int, int], attributes: list[tuple[int, int]]
+) -> None:
+    gpu.capability = capability
+    loader.load(NAME, 0).prepare("gather_elements_4", 1, 256, 1, [2, 3, 4, 5])(1)
+    assert gpu.launches[0].attributes == attributes
 
 
 def test_unknown_entry_point(gpu: SimpleNamespace) -> None:
@@ -243,17 +281,24 @@ def test_unknown_entry_point(gpu: SimpleNamespace) -> None:
         loader.load(NAME, 0).prepare("gather_nothing", 1, 1, 1, [])
 
 
+def test_launch_that_the_driver_refuses_is_an_error(gpu: SimpleNamespace) -> None:
+    launch = loader.load(NAME, 0).prepare("gather_elements_4", 1, 256, 1, [2, 3, 4, 5])
+    gpu.error = 701
+    with pytest.raises(CudaError, match="701"):
+        launch(1)
+
+
 def test_launch_switches_to_the_kernels_gpu_and_back(gpu: SimpleNamespace) -> None:
-    launch = loader.load(NAME, 1).prepare("gather_slots_8_4", 1, 256, 1, [2, 3, 4, 5])
+    launch = loader.load(NAME, 1).prepare("gather_elements_4", 1, 256, 1, [2, 3, 4, 5])
     assert gpu.launches == []
     launch(1)
-    [(_, stream, arguments, _)] = gpu.launches
-    assert (stream, arguments) == (71, [1, 2, 3, 4, 5])
+    launch.of_this_thread()(9)
+    assert [(launched.stream, launched.arguments[0]) for launched in gpu.launches] == [(71, 1), (71, 9)]
     assert gpu.current == 0
 
 
 def test_a_thread_without_a_context_gets_one_before_it_launches(gpu: SimpleNamespace) -> None:
-    launch = loader.load(NAME, 0).prepare("gather_slots_8_4", 1, 256, 1, [2, 3, 4, 5])
+    launch = loader.load(NAME, 0).prepare("gather_elements_4", 1, 256, 1, [2, 3, 4, 5])
     gpu.devices.clear()
     gpu.context = 0
     launch(1)
@@ -261,11 +306,11 @@ def test_a_thread_without_a_context_gets_one_before_it_launches(gpu: SimpleNames
 
 
 def test_threads_launching_at_once_do_not_see_each_others_pointers(gpu: SimpleNamespace) -> None:
-    launch = loader.load(NAME, 0).prepare("gather_slots_8_4", 1, 256, 2, [3, 4, 5])
-    gpu.before_reading = threading.Barrier(8).wait  # all have written their pointers, none has read them
+    launch = loader.load(NAME, 0).prepare("gather_elements_4", 1, 256, 2, [3, 4, 5])
+    gpu.reading = threading.Barrier(8).wait  # all have written their pointers, none has read them
     threads = [threading.Thread(target=launch, args=(index, 100 + index)) for index in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(arguments for _, _, arguments, _ in gpu.launches) == [[i, 100 + i, 3, 4, 5] for i in range(8)]
+    assert sorted(launched.arguments for launched in gpu.launches) == [[i, 100 + i, 3, 4, 5] for i in range(8)]
