@@ -3,10 +3,9 @@
 // Gathers paged KV cache into contiguous K and V, token by token, at the speed of the memory.
 //
 // `gather_slots_*` and `gather_table_*` read paged caches, whose tokens are dense runs of bytes: one a head, or one
-// for all heads. Work is cut by bytes: a tile is the same number of bytes of output whoever they belong to, so one
-// request of a million tokens and a thousand requests of a thousand keep the GPU equally busy. Tiles are small, 4 KiB
-// at 16 bytes a vector: the narrower the stretch of memory that all blocks of a moment touch, the better DRAM keeps
-// its rows open.
+// for all heads. Work is cut by bytes of output, whoever they belong to, so one request of a million tokens and a
+// thousand requests of a thousand keep the GPU equally busy. A thread block moves about 4 KiB: the narrower the stretch
+// of memory that all blocks of a moment touch, the better DRAM keeps its rows open.
 //
 // `gather_classic_*` reads the classic layout, where the bytes of a token lie scattered between those of its block's
 // other tokens, and `gather_elements_*` reads anything, an element at a time.
@@ -20,7 +19,7 @@ constexpr long long kNowhere = -1;
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Divides numbers below 2^31 by one multiplication; kernels/gather.py computes it.
+// Divides numbers below 2^31 by one multiplication; kernels/gather_plan.py computes it.
 struct Divisor {
   unsigned multiplier;
   unsigned shift;
@@ -40,6 +39,21 @@ __device__ __forceinline__ long long read_slot(const void* slots, bool slots_are
 
 __device__ __forceinline__ float read_scale(const float* scales, long long stride, long long head) {
   return scales == nullptr ? 1.0f : __ldg(scales + head * stride);
+}
+
+// A kernel may be launched while the one before it in the stream still runs, and touches memory only after this. It
+// lets the next one come as early: when every thread block has ended or said so. Saying so takes time, so only the last
+// ones do, about as many as run at once.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  if (gridDim.x - blockIdx.x <= 4096) asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Into L2, which is allowed before the wait: nothing is read yet.
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // ---- What happens to the bytes on their way --------------------------------------------------------------------------
@@ -87,11 +101,8 @@ __device__ __forceinline__ float half_bits_to_float(unsigned short bits) {
 enum class Fp8 { kE4M3, kE5M2 };
 enum class Wide { kHalf, kBFloat16 };
 
-template <Fp8 kFp8, Wide kWide>
-__device__ __forceinline__ unsigned dequantize2(unsigned short pair, float scale) {
-  const unsigned halves = kFp8 == Fp8::kE4M3 ? e4m3x2_to_half2(pair) : e5m2x2_to_half2(pair);
-  const float low = multiply_to_odd(half_bits_to_float(static_cast<unsigned short>(halves)), scale);
-  const float high = multiply_to_odd(half_bits_to_float(static_cast<unsigned short>(halves >> 16)), scale);
+template <Wide kWide>
+__device__ __forceinline__ unsigned pack(float low, float high) {
   unsigned out;
   if (kWide == Wide::kHalf) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
@@ -101,13 +112,47 @@ __device__ __forceinline__ unsigned dequantize2(unsigned short pair, float scale
   return out;
 }
 
+// Whether rounding a product that was rounded to fp32 already may go astray: where it lies halfway between two numbers
+// of the result, or is too small for the result to have all its bits.
+template <Wide kWide>
+__device__ __forceinline__ bool needs_care(float product) {
+  const unsigned bits = __float_as_uint(product);
+  if (kWide == Wide::kBFloat16) return (bits & 0xffffu) == 0x8000u;
+  return (bits & 0x1fffu) == 0x1000u || (fabsf(product) < 0x1p-14f && product != 0.0f);
+}
+
+// kPairs pairs of fp8 numbers times scale, each rounded once.
+template <Fp8 kFp8, Wide kWide, int kPairs>
+__device__ __forceinline__ void dequantize(const unsigned short* pairs, float scale, unsigned* out) {
+  float low[kPairs], high[kPairs];
+  bool care = false;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const unsigned halves = kFp8 == Fp8::kE4M3 ? e4m3x2_to_half2(pairs[i]) : e5m2x2_to_half2(pairs[i]);
+    low[i] = half_bits_to_float(static_cast<unsigned short>(halves));
+    high[i] = half_bits_to_float(static_cast<unsigned short>(halves >> 16));
+    const float low_product = low[i] * scale, high_product = high[i] * scale;
+    care |= needs_care<kWide>(low_product) || needs_care<kWide>(high_product);
+    out[i] = pack<kWide>(low_product, high_product);
+  }
+  if (care) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      out[i] = pack<kWide>(multiply_to_odd(low[i], scale), multiply_to_odd(high[i], scale));
+    }
+  }
+}
+
 template <Fp8 kFp8, Wide kWide>
 struct Dequantize {
   using In = unsigned char;
   using Out = unsigned short;
   static constexpr bool kScaled = true;
   static __device__ __forceinline__ Out convert(In value, float scale) {
-    return static_cast<Out>(dequantize2<kFp8, kWide>(value, scale));
+    const unsigned short pair = value;
+    unsigned out;
+    dequantize<kFp8, kWide, 1>(&pair, scale, &out);
+    return static_cast<Out>(out);
   }
 };
 
@@ -117,21 +162,19 @@ struct Dequantize8 {
   using Out = uint4;
   static constexpr bool kScaled = true;
   static __device__ __forceinline__ Out convert(In value, float scale) {
-    return make_uint4(dequantize2<kFp8, kWide>(static_cast<unsigned short>(value.x), scale),
-                      dequantize2<kFp8, kWide>(static_cast<unsigned short>(value.x >> 16), scale),
-                      dequantize2<kFp8, kWide>(static_cast<unsigned short>(value.y), scale),
-                      dequantize2<kFp8, kWide>(static_cast<unsigned short>(value.y >> 16), scale));
+    const unsigned short pairs[4] = {static_cast<unsigned short>(value.x), static_cast<unsigned short>(value.x >> 16),
+                                     static_cast<unsigned short>(value.y), static_cast<unsigned short>(value.y >> 16)};
+    unsigned out[4];
+    dequantize<kFp8, kWide, 4>(pairs, scale, out);
+    return make_uint4(out[0], out[1], out[2], out[3]);
   }
 };
 
 // ---- Paged caches ----------------------------------------------------------------------------------------------------
 
-#ifndef THREADS
-#define THREADS 64
-#endif
-constexpr int kThreads = THREADS;  // kernels/gather.py launches this many
+constexpr int kNarrowThreads = 64;
 
-// Every member is 8 bytes wide; kernels/gather.py packs them in this order. Strides and sizes in bytes unless noted.
+// Every member is 8 bytes wide; kernels/gather_plan.py packs them in this order. Strides and sizes in bytes unless noted.
 struct PagedArgs {
   char* key;
   char* value;  // unused when there is one plane
@@ -158,6 +201,11 @@ struct PagedArgs {
   long long token_vecs;  // vectors a token, in all planes
   long long run_vecs;    // vectors a run
   long long scale_stride;  // in entries
+  long long pieces;        // a wide token is moved in
+  long long piece_vecs;
+  long long step_runs;  // from a thread's vector to its next, in runs and the vectors that remain
+  long long step_vecs;
+  Divisor by_pieces;
   Divisor by_token_vecs;
   Divisor by_run_vecs;
   Divisor by_block_size;
@@ -209,20 +257,109 @@ __device__ __forceinline__ long long find_token(const PagedArgs& a, int request,
   return block * a.block_stride + (position - logical_block * a.block_size) * a.token_stride;
 }
 
-// A block writes a tile of kThreads * kLoads vectors, each thread kLoads of them, all loads before the first store.
+// Where a vector of a token comes from and goes to. Runs are numbered through K, then V.
+struct Place {
+  const char* key_from;
+  const char* value_from;
+  char* key_to;
+  char* value_to;
+  unsigned run;
+  unsigned vec;
+
+  __device__ __forceinline__ Place(const PagedArgs& a, long long source, long long row, unsigned index) {
+    run = divide(index, a.by_run_vecs);
+    vec = index - run * static_cast<unsigned>(a.run_vecs);
+    key_from = a.key_cache + source;
+    value_from = a.value_cache + source - a.runs * a.run_stride;
+    key_to = a.key + row * a.out_token_stride;
+    value_to = a.value + row * a.out_token_stride - a.runs * a.out_run_stride;
+  }
+
+  // blockDim.x vectors on.
+  __device__ __forceinline__ void advance(const PagedArgs& a) {
+    run += static_cast<unsigned>(a.step_runs);
+    vec += static_cast<unsigned>(a.step_vecs);
+    if (vec >= a.run_vecs) {
+      vec -= static_cast<unsigned>(a.run_vecs);
+      ++run;
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ const T* from(const PagedArgs& a) const {
+    return reinterpret_cast<const T*>((run < a.runs ? key_from : value_from) + run * a.run_stride) + vec;
+  }
+
+  template <typename T>
+  __device__ __forceinline__ char* to(const PagedArgs& a) const {
+    return (run < a.runs ? key_to : value_to) + run * a.out_run_stride + vec * sizeof(T);
+  }
+
+  __device__ __forceinline__ float scale(const PagedArgs& a) const {
+    return run < a.runs ? read_scale(a.key_scale, a.scale_stride, run)
+                        : read_scale(a.value_scale, a.scale_stride, run - a.runs);
+  }
+};
+
+// Wide tokens: a block moves one piece of one token, each thread kLoads vectors, all loads before the first store.
+// Cached values are read once, so past L1.
 template <typename Convert, bool kTable, int kLoads>
-__device__ __forceinline__ void gather(const PagedArgs& a) {
-  using In = typename Convert::In;
-  using Out = typename Convert::Out;
-  constexpr int kTile = kThreads * kLoads;
+__device__ __forceinline__ void gather_wide(const PagedArgs& a) {
+  if (threadIdx.x == 0) {  // a line of each table a block: the first blocks bring all of them
+    const long long entry = blockIdx.x * 32ll;
+    if (kTable) {
+      if (entry < (a.num_reqs - 1) * a.table_stride + a.max_blocks) prefetch(static_cast<const int*>(a.rows) + entry);
+      if (entry < a.num_reqs) prefetch(a.seq_starts + entry);
+      if (entry <= a.num_reqs) prefetch(a.cu_seqlens_k + entry);
+    } else if (entry < a.num_rows * (a.slots_are_64_bit + 1)) {
+      prefetch(static_cast<const int*>(a.rows) + entry);
+    }
+  }
+  const long long row = divide(blockIdx.x, a.by_pieces);
+  const unsigned piece = blockIdx.x - static_cast<unsigned>(row) * static_cast<unsigned>(a.pieces);
+  const unsigned first = piece * static_cast<unsigned>(a.piece_vecs);
+  const unsigned end = min(first + static_cast<unsigned>(a.piece_vecs), static_cast<unsigned>(a.token_vecs));
+  wait_for_previous_kernel();
+  long long source;
+  if (kTable) {
+    source = find_token(a, find_request_by_warp(a, row, threadIdx.x % kWarp), row);
+    if (row >= __ldg(a.cu_seqlens_k + a.num_reqs)) return;
+  } else {
+    source = find_slot(a, read_slot(a.rows, a.slots_are_64_bit, row));
+  }
+  if (source == kNowhere) return;
+
+  Place place(a, source, row, first + threadIdx.x);
+  typename Convert::In values[kLoads];
+  float scales[kLoads];
+  char* to[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    to[i] = nullptr;
+    if (first + i * blockDim.x + threadIdx.x < end) {
+      values[i] = __ldcg(place.from<typename Convert::In>(a));
+      if (Convert::kScaled) scales[i] = place.scale(a);
+      to[i] = place.to<typename Convert::Out>(a);
+    }
+    place.advance(a);
+  }
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    if (to[i] != nullptr) *reinterpret_cast<typename Convert::Out*>(to[i]) = Convert::convert(values[i], scales[i]);
+  }
+}
+
+// Narrow tokens: a block moves a tile of as many tokens as that takes.
+template <typename Convert, bool kTable, int kLoads>
+__device__ __forceinline__ void gather_narrow(const PagedArgs& a) {
+  constexpr int kTile = kNarrowThreads * kLoads;
   __shared__ long long sources[kTable ? kTile : 1];  // of the rows a tile touches, at most one a vector
 
+  wait_for_previous_kernel();
   const unsigned token_vecs = static_cast<unsigned>(a.token_vecs);
-  const unsigned run_vecs = static_cast<unsigned>(a.run_vecs);
   long long num_rows = a.num_rows;
   if (kTable) num_rows = min(num_rows, static_cast<long long>(__ldg(a.cu_seqlens_k + a.num_reqs)));
   const long long vecs = num_rows * token_vecs;
-
   const long long tile = static_cast<long long>(blockIdx.x) * kTile;
   if (tile >= vecs) return;
   const long long first_row = divide(tile, a.by_token_vecs, token_vecs);
@@ -231,48 +368,33 @@ __device__ __forceinline__ void gather(const PagedArgs& a) {
 
   if (kTable) {
     const unsigned tile_rows = divide(skip + count - 1, a.by_token_vecs) + 1;
-    if (tile_rows <= kThreads / kWarp) {
-      const unsigned warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-      if (warp < tile_rows) {
-        const int request = find_request_by_warp(a, first_row + warp, lane);
-        if (lane == 0) sources[warp] = find_token(a, request, first_row + warp);
-      }
-    } else {
-      for (unsigned i = threadIdx.x; i < tile_rows; i += kThreads) {
-        sources[i] = find_token(a, find_request(a, first_row + i), first_row + i);
-      }
+    for (unsigned i = threadIdx.x; i < tile_rows; i += kNarrowThreads) {
+      sources[i] = find_token(a, find_request(a, first_row + i), first_row + i);
     }
     __syncthreads();
   }
-
-  In values[kLoads];
+  typename Convert::In values[kLoads];
   float scales[kLoads];
   char* to[kLoads];
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    const unsigned index = i * kThreads + threadIdx.x;
+    const unsigned index = i * kNarrowThreads + threadIdx.x;
     to[i] = nullptr;
     if (index < count) {
       const unsigned row = divide(skip + index, a.by_token_vecs);
       const long long source =
           kTable ? sources[row] : find_slot(a, read_slot(a.rows, a.slots_are_64_bit, first_row + row));
       if (source != kNowhere) {
-        const unsigned within = skip + index - row * token_vecs;
-        unsigned run = divide(within, a.by_run_vecs);
-        const unsigned vec = within - run * run_vecs;
-        const bool in_value = run >= a.runs;
-        if (in_value) run -= static_cast<unsigned>(a.runs);
-        const char* const from = (in_value ? a.value_cache : a.key_cache) + source + run * a.run_stride;
-        values[i] = __ldcg(reinterpret_cast<const In*>(from) + vec);  // read once: past L1
-        if (Convert::kScaled) scales[i] = read_scale(in_value ? a.value_scale : a.key_scale, a.scale_stride, run);
-        char* const out = (in_value ? a.value : a.key) + (first_row + row) * a.out_token_stride;
-        to[i] = out + run * a.out_run_stride + vec * sizeof(Out);
+        const Place place(a, source, first_row + row, skip + index - row * token_vecs);
+        values[i] = __ldcg(place.from<typename Convert::In>(a));
+        if (Convert::kScaled) scales[i] = place.scale(a);
+        to[i] = place.to<typename Convert::Out>(a);
       }
     }
   }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
-    if (to[i] != nullptr) *reinterpret_cast<Out*>(to[i]) = Convert::convert(values[i], scales[i]);
+    if (to[i] != nullptr) *reinterpret_cast<typename Convert::Out*>(to[i]) = Convert::convert(values[i], scales[i]);
   }
 }
 
@@ -308,14 +430,12 @@ struct ScatteredArgs {
   long long value_out_token_stride;
   long long value_out_head_stride;
   long long scale_stride;  // in entries
-  long long head_group;
+  Divisor by_block_size;
 };
 
-#ifndef CLASSIC_WARPS
-#define CLASSIC_WARPS 8
-#endif
-constexpr int kClassicTokens = CLASSIC_WARPS;  // a thread block's, a warp each
-constexpr int kClassicThreads = kClassicTokens * kWarp;
+// What a thread block of gather_classic writes, and with how many warps.
+constexpr unsigned kClassicTokens = 8, kClassicHeads = 2;
+constexpr unsigned kKeyWarps = 2, kValueWarps = 4;
 
 template <typename T>
 __device__ __forceinline__ T element_of(const uint4& chunk, unsigned element) {
@@ -341,25 +461,26 @@ __device__ __forceinline__ void convert_chunk(char* to, const uint4& chunk, floa
   }
 }
 
-// A thread block writes kClassicTokens tokens of one head.
+// A thread block writes kClassicTokens tokens of a few heads; some warps K, the others V.
 //
-// A chunk of 16 bytes holds x elements of one token in K, but one element of x tokens in V: a warp reads whole chunks
-// of V, neighbours in memory, and picks from each the elements it was sent for. Consecutive tokens out of one chunk
-// (a segment: whole pages are made of them) share the reads, and their warps share the dimensions.
+// A chunk of 16 bytes holds x elements of one token in K, but one element of x tokens in V: a warp reads whole chunks of
+// V, neighbours in memory, and picks from each the elements of the tokens asked for. Consecutive tokens out of the same
+// chunks (a segment: whole pages are made of them) share the reads.
 template <typename Convert>
 __device__ __forceinline__ void gather_classic(const ScatteredArgs& a) {
   using In = typename Convert::In;
   using Out = typename Convert::Out;
   constexpr unsigned kX = 16 / sizeof(In);
+  constexpr unsigned kLoads = 4;
+  wait_for_previous_kernel();
 
+  // All tokens of some heads before the next heads: tokens of one page that are far apart find it in L2.
   const unsigned tiles = static_cast<unsigned>((a.num_rows + kClassicTokens - 1) / kClassicTokens);
-  const unsigned group_heads = static_cast<unsigned>(a.head_group);
-  const unsigned group = blockIdx.x / (tiles * group_heads);
-  const unsigned in_group = blockIdx.x - group * tiles * group_heads;
-  const unsigned heads_here = min(group_heads, static_cast<unsigned>(a.num_heads) - group * group_heads);
-  const unsigned tile_index = in_group / heads_here;
-  const unsigned head = group * group_heads + in_group - tile_index * heads_here;
-  const long long tile = static_cast<long long>(tile_index) * kClassicTokens;
+  const unsigned group = blockIdx.x / tiles;
+  const long long tile = static_cast<long long>(blockIdx.x - group * tiles) * kClassicTokens;
+  const unsigned first_head = group * kClassicHeads;
+  const unsigned heads = min(kClassicHeads, static_cast<unsigned>(a.num_heads) - first_head);
+  const unsigned head_size = static_cast<unsigned>(a.head_size);
   const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 
   // Lane t holds where token t of the tile is.
@@ -369,55 +490,71 @@ __device__ __forceinline__ void gather_classic(const ScatteredArgs& a) {
   if (tile + token < a.num_rows) {
     const long long slot = read_slot(a.slots, a.slots_are_64_bit, tile + token);
     if (slot >= 0 && slot < a.num_slots) {
-      block = slot >> 31 ? slot / a.block_size : static_cast<unsigned>(slot) / static_cast<unsigned>(a.block_size);
+      block = divide(slot, a.by_block_size, a.block_size);
       offset = static_cast<unsigned>(slot - block * a.block_size);
     }
   }
-  const long long page_chunk = block * ((a.block_size + kX - 1) / kX) + offset / kX;
-  const long long before = __shfl_up_sync(kAllLanes, page_chunk, 1);
-  const bool starts = token == 0 || block == kNowhere || page_chunk != before;
-  const unsigned all_starts = __ballot_sync(kAllLanes, starts) & ((1ull << kClassicTokens) - 1);
 
-  const unsigned head_size = static_cast<unsigned>(a.head_size);
-  if (block != kNowhere) {
-    const float scale = Convert::kScaled ? read_scale(a.key_scale, a.scale_stride, head) : 1.0f;
-    const char* const from = a.key_cache + block * a.key_block_stride + head * a.key_head_stride +
-                             offset * a.key_token_stride;
-    char* const to = a.key + (tile + token) * a.key_out_token_stride + head * a.key_out_head_stride;
-#pragma unroll 1
-    for (unsigned chunk = threadIdx.x / kClassicTokens; chunk < head_size / kX; chunk += kClassicThreads / kClassicTokens) {
-      const uint4 elements = __ldg(reinterpret_cast<const uint4*>(from + chunk * a.key_chunk_stride));
-      convert_chunk<Convert>(to + chunk * kX * sizeof(Out), elements, scale);
-    }
-  }
-
-  const unsigned first = 31 - __clz(all_starts & (2u * (1u << warp) - 1));  // of the segment this warp's token is in
-  const unsigned later = all_starts & ~(2u * (1u << warp) - 1);
-  const unsigned end = later ? __ffs(later) - 1 : kClassicTokens;
-  const long long segment_block = __shfl_sync(kAllLanes, block, first);
-  const unsigned segment_offset = __shfl_sync(kAllLanes, offset, first);
-  if (segment_block == kNowhere) return;
-  const float scale = Convert::kScaled ? read_scale(a.value_scale, a.scale_stride, head) : 1.0f;
-  const char* const from = a.value_cache + segment_block * a.value_block_stride + head * a.value_head_stride +
-                           segment_offset / kX * 16;
-  char* const to = a.value + tile * a.value_out_token_stride + head * a.value_out_head_stride;
-  constexpr unsigned kLoads = 4;
-  const unsigned step = (end - first) * kWarp;
-  for (unsigned dim = (warp - first) * kWarp + lane; __any_sync(kAllLanes, dim < head_size); dim += kLoads * step) {
-    uint4 chunks[kLoads];
+  if (warp >= kValueWarps) {
+    if (block == kNowhere) return;
+    const char* from =
+        a.key_cache + block * a.key_block_stride + first_head * a.key_head_stride + offset * a.key_token_stride;
+    char* to = a.key + (tile + token) * a.key_out_token_stride + first_head * a.key_out_head_stride;
+    const unsigned first = (threadIdx.x - kValueWarps * kWarp) / kClassicTokens;
+    constexpr unsigned kStep = kKeyWarps * kWarp / kClassicTokens;
+    for (unsigned chunk = first; chunk < head_size / kX; chunk += kStep) {
+      const char* const chunk_from = from + chunk * a.key_chunk_stride;
+      char* const chunk_to = to + chunk * kX * sizeof(Out);
+      uint4 chunks[kClassicHeads];
 #pragma unroll
-    for (unsigned i = 0; i < kLoads; ++i) {
-      if (dim + i * step < head_size) {
-        chunks[i] = __ldg(reinterpret_cast<const uint4*>(from + (dim + i * step) * a.value_dim_stride));
+      for (unsigned head = 0; head < kClassicHeads; ++head) {
+        if (head < heads) chunks[head] = __ldg(reinterpret_cast<const uint4*>(chunk_from + head * a.key_head_stride));
+      }
+#pragma unroll
+      for (unsigned head = 0; head < kClassicHeads; ++head) {
+        if (head < heads) {
+          const float scale = Convert::kScaled ? read_scale(a.key_scale, a.scale_stride, first_head + head) : 1.0f;
+          convert_chunk<Convert>(chunk_to + head * a.key_out_head_stride, chunks[head], scale);
+        }
       }
     }
-    for (unsigned t = first; t < end; ++t) {
-      const unsigned element = __shfl_sync(kAllLanes, offset, t) % kX;
+    return;
+  }
+
+  const long long page_chunk = block * (a.block_size / kX + 1) + offset / kX;
+  const long long before = __shfl_up_sync(kAllLanes, page_chunk, 1);
+  const bool starts = token == 0 || block == kNowhere || page_chunk != before;
+  const unsigned starts_at = __ballot_sync(kAllLanes, starts) | 1u << kClassicTokens;
+  const bool is_segment = starts && block != kNowhere && lane < kClassicTokens;
+  const unsigned segments = __ballot_sync(kAllLanes, is_segment);
+  const unsigned rank = __popc(segments & ((1u << lane) - 1));
+  const long long value_from = block * a.value_block_stride + offset / kX * 16;
+  const unsigned units = __popc(segments) * heads;
+  for (unsigned unit = warp; unit < units; unit += kValueWarps) {
+    const unsigned segment = unit / heads;
+    const unsigned head = first_head + unit - segment * heads;
+    const unsigned first = __ffs(__ballot_sync(kAllLanes, is_segment && rank == segment)) - 1;
+    const unsigned end = __ffs(starts_at & ~((2u << first) - 1)) - 1;
+    const char* const from = a.value_cache + __shfl_sync(kAllLanes, value_from, first) + head * a.value_head_stride;
+    char* const to = a.value + tile * a.value_out_token_stride + head * a.value_out_head_stride;
+    const float scale = Convert::kScaled ? read_scale(a.value_scale, a.scale_stride, head) : 1.0f;
+    for (unsigned base = 0; base < head_size; base += kLoads * kWarp) {
+      const unsigned dim = base + lane;
+      uint4 chunks[kLoads];
 #pragma unroll
       for (unsigned i = 0; i < kLoads; ++i) {
-        if (dim + i * step < head_size) {
-          Out* const row = reinterpret_cast<Out*>(to + t * a.value_out_token_stride);
-          row[dim + i * step] = Convert::convert(element_of<In>(chunks[i], element), scale);
+        if (dim + i * kWarp < head_size) {
+          chunks[i] = __ldg(reinterpret_cast<const uint4*>(from + (dim + i * kWarp) * a.value_dim_stride));
+        }
+      }
+      for (unsigned t = first; t < end; ++t) {
+        const unsigned element = __shfl_sync(kAllLanes, offset, t) % kX;
+        Out* const row = reinterpret_cast<Out*>(to + t * a.value_out_token_stride) + dim;
+#pragma unroll
+        for (unsigned i = 0; i < kLoads; ++i) {
+          if (dim + i * kWarp < head_size) {
+            row[i * kWarp] = Convert::convert(element_of<In>(chunks[i], element), scale);
+          }
         }
       }
     }
@@ -430,6 +567,7 @@ template <typename Convert>
 __device__ __forceinline__ void gather_elements(const ScatteredArgs& a) {
   using In = typename Convert::In;
   using Out = typename Convert::Out;
+  wait_for_previous_kernel();
   const long long row = blockIdx.x;
   const long long slot = read_slot(a.slots, a.slots_are_64_bit, row);
   if (slot < 0 || slot >= a.num_slots) return;
@@ -456,39 +594,38 @@ __device__ __forceinline__ void gather_elements(const ScatteredArgs& a) {
 
 }  // namespace
 
-// ---- Entry points ----------------------------------------------------------------------------------------------------
+// ---- Entry points: as kernels/loader.py lists them -------------------------------------------------------------------
 
-#define PAGED(NAME, CONVERT, LOADS)                                                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads) gather_slots_##NAME##_##LOADS(const PagedArgs a) {  \
-    gather<CONVERT, false, LOADS>(a);                                                                        \
-  }                                                                                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads) gather_table_##NAME##_##LOADS(const PagedArgs a) {  \
-    gather<CONVERT, true, LOADS>(a);                                                                         \
+#define PAGED(SHAPE, NAME, CONVERT, LOADS)                                                                             \
+  extern "C" __global__ void gather_slots_##SHAPE##_##NAME##_##LOADS(const PagedArgs a) {                              \
+    gather_##SHAPE<CONVERT, false, LOADS>(a);                                                                          \
+  }                                                                                                                    \
+  extern "C" __global__ void gather_table_##SHAPE##_##NAME##_##LOADS(const PagedArgs a) {                              \
+    gather_##SHAPE<CONVERT, true, LOADS>(a);                                                                           \
   }
-#define SCATTERED(NAME, CONVERT)                                                                             \
-  extern "C" __global__ void __launch_bounds__(kClassicThreads) gather_classic_##NAME(const ScatteredArgs a) { \
-    gather_classic<CONVERT>(a);                                                                              \
-  }                                                                                                          \
+#define SCATTERED(NAME, CONVERT)                                                                                       \
+  extern "C" __global__ void gather_classic_##NAME(const ScatteredArgs a) { gather_classic<CONVERT>(a); }              \
   extern "C" __global__ void gather_elements_##NAME(const ScatteredArgs a) { gather_elements<CONVERT>(a); }
 
-// Copies, by the bytes of a vector or an element: pointers, strides and runs must be multiples of it.
-PAGED(16, Copy<uint4>, 1)
-PAGED(16, Copy<uint4>, 2)
-PAGED(16, Copy<uint4>, 4)
-PAGED(8, Copy<uint2>, 4)
-PAGED(4, Copy<unsigned int>, 4)
-PAGED(2, Copy<unsigned short>, 4)
-PAGED(1, Copy<unsigned char>, 4)
+// Copies, by the bytes of a vector or an element: addresses, strides and runs must be multiples of it.
+PAGED(wide, 16, Copy<uint4>, 2)
+PAGED(wide, 16, Copy<uint4>, 4)
+PAGED(narrow, 16, Copy<uint4>, 4)
+PAGED(narrow, 8, Copy<uint2>, 4)
+PAGED(narrow, 4, Copy<unsigned int>, 4)
+PAGED(narrow, 2, Copy<unsigned short>, 4)
+PAGED(narrow, 1, Copy<unsigned char>, 4)
 SCATTERED(4, Copy<unsigned int>)
 SCATTERED(2, Copy<unsigned short>)
 SCATTERED(1, Copy<unsigned char>)
 
-#define DEQUANTIZE(NAME, FP8, WIDE)                          \
-  using NAME##_one = Dequantize<Fp8::FP8, Wide::WIDE>;       \
-  using NAME##_eight = Dequantize8<Fp8::FP8, Wide::WIDE>;    \
-  PAGED(NAME##_8, NAME##_eight, 1)                           \
-  PAGED(NAME##_8, NAME##_eight, 4)                           \
-  PAGED(NAME##_1, NAME##_one, 4)                             \
+// From fp8, eight numbers or one at a time.
+#define DEQUANTIZE(NAME, FP8, WIDE)                      \
+  using NAME##_one = Dequantize<Fp8::FP8, Wide::WIDE>;   \
+  using NAME##_eight = Dequantize8<Fp8::FP8, Wide::WIDE>; \
+  PAGED(wide, NAME##_8, NAME##_eight, 4)                 \
+  PAGED(narrow, NAME##_8, NAME##_eight, 4)               \
+  PAGED(narrow, NAME##_1, NAME##_one, 4)                 \
   SCATTERED(NAME, NAME##_one)
 DEQUANTIZE(e4m3_float16, kE4M3, kHalf)
 DEQUANTIZE(e4m3_bfloat16, kE4M3, kBFloat16)

@@ -17,8 +17,11 @@ KERNEL = "gather_cached_kv"
 _FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _WIDE = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # As csrc/gather_cached_kv.cu has them.
-THREADS = 64
-CLASSIC_TOKENS, CLASSIC_THREADS = 8, 256
+WARP = 32
+NARROW_THREADS, NARROW_LOADS = 64, 4
+CLASSIC_TOKENS, CLASSIC_HEADS, CLASSIC_THREADS = 8, 2, 6 * WARP
+# Vectors that a thread block moves of a wide token, about: 4 KiB of output.
+WIDE_VECS = 256
 _PAGED_POINTERS, _SCATTERED_POINTERS = 9, 7
 
 
@@ -57,10 +60,6 @@ class Plan:
     """Each with whether it is told of V in the place of K."""
     in_torch: bool = False
     num_slots: int = 0
-    value_offset: int = 0
-    """Bytes from K to V in the output, where they are packed but cannot be copied as one."""
-    value_cache_offset: int = 0
-    """The same in the cache."""
 
     def run(
         self, key: int, value: int, key_cache: int, value_cache: int, k_scale: int, v_scale: int, *rest: int
@@ -113,9 +112,8 @@ def plan_slots(
     dense = num_tokens <= 1 or slots.strides == (1,)
     if slots.dtype not in (torch.int32, torch.int64) or slots.shape != (num_tokens,) or not dense:
         found = f"is {slots.dtype} {list(slots.shape)} with strides {slots.strides}"
-        raise refused(
-            "slot_mapping", found, f"torch.int32 or torch.int64 [{num_tokens}] with stride 1, as key has rows"
-        )
+        allowed = f"torch.int32 or torch.int64 [{num_tokens}] with stride 1, one slot a row of key"
+        raise refused("slot_mapping", found, allowed)
     _check_device("slot_mapping", slots, key)
 
     num_slots = num_blocks * block_size
@@ -123,48 +121,17 @@ def plan_slots(
         if impl == "reference":
             raise refused("impl", f"is 'reference' on {key.device}", "'auto' or 'torch' there")
         return Plan(in_torch=True, num_slots=num_slots)
-    if math.prod(key.shape) == 0:
+    if math.prod(key.shape) == 0 or num_slots == 0:
         return Plan(num_slots=num_slots)
-    if not classic and impl == "auto":
-        launches = _paged_launches(
-            "slots",
-            [Plane(key, key_cache), Plane(value, value_cache)],
-            [int(slots.dtype == torch.int64), 0, 0, 0],
-            scale_stride,
-            out_alignment,
-            cache_alignment,
-        )
-        return Plan(launches, num_slots=num_slots)
-
-    size = key_cache.dtype.itemsize
-    if classic:
-        x = key_cache.shape[4]
-        key_block, key_head, key_chunk, key_token, _ = key_cache.byte_strides
-        value_block, value_head, value_dim, value_token = value_cache.byte_strides
-    else:
-        x, key_chunk, value_dim = head_size, 0, size
-        key_block, key_token, key_head, _ = key_cache.byte_strides
-        value_block, value_token, value_head, _ = value_cache.byte_strides
-    key_strides = [key_block, key_head, key_chunk, key_token]
-    value_strides = [value_block, value_head, value_dim, value_token]
-    in_chunks = (
-        classic
-        and math.gcd(16, cache_alignment, block_size * size, *key_strides, *value_strides[:3]) == 16
-        and math.gcd(16, out_alignment, *key.byte_strides[:2]) == 16
-        and value_token in (0, size)
-    )
-    if in_chunks and impl == "auto":
-        form, blocks, threads = "classic", -(-num_tokens // CLASSIC_TOKENS) * num_heads, CLASSIC_THREADS
-    else:
-        form, blocks, threads = "elements", num_tokens, min(num_heads * head_size, 512)
-    constants = [
-        *(num_tokens, int(slots.dtype == torch.int64), num_slots, block_size, num_heads, head_size, x),
-        *(*key_strides, *value_strides, *key.byte_strides[:2], *value.byte_strides[:2], scale_stride, HEAD_GROUP),
-    ]
-    entry = f"gather_{form}_{_conversion(key_cache, key) or size}"
-    kernel = loader.load(KERNEL, key.device.index)
-    launch = kernel.prepare(entry, blocks, threads, _SCATTERED_POINTERS, constants)
-    return Plan(((launch, False),), num_slots=num_slots)
+    planes = [Plane(key, key_cache), Plane(value, value_cache)]
+    slots_are_64_bit = int(slots.dtype == torch.int64)
+    if classic or impl == "reference":
+        plain = impl == "reference"
+        launch = _scattered_launch(planes, slots_are_64_bit, scale_stride, out_alignment, cache_alignment, plain)
+        return Plan(((launch, False),), num_slots=num_slots)
+    tables = [slots_are_64_bit, 0, 0, 0]
+    launches = _paged_launches("slots", planes, tables, scale_stride, out_alignment, cache_alignment)
+    return Plan(launches, num_slots=num_slots)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -217,24 +184,14 @@ def plan_table(
 
     if impl == "torch" or not _on_nvidia_gpu(key):
         return Plan(in_torch=True)
-    if num_reqs == 0 or math.prod(key.shape) == 0:
+    if num_reqs == 0 or max_blocks == 0 or math.prod(key.shape) == 0 or math.prod(key_cache.shape) == 0:
         return Plan()
-    value_offset = value_cache_offset = 0
     if len(planes) == 1 and _conversion(key_cache, key):  # K and V have a scale each
         half = Plane(*(form._replace(shape=torch.Size((*form.shape[:-1], width // 2))) for form in planes[0]))
         planes = [half, half]
-        value_offset, value_cache_offset = (width // 2 * form.dtype.itemsize for form in half)
-        out_alignment |= value_offset & 15
-        cache_alignment |= value_cache_offset & 15
-    launches = _paged_launches(
-        "table",
-        planes,
-        [0, num_reqs, max_blocks, block_table.strides[0]],
-        scale_stride,
-        out_alignment,
-        cache_alignment,
-    )
-    return Plan(launches, value_offset=value_offset, value_cache_offset=value_cache_offset)
+    tables = [0, num_reqs, max_blocks, block_table.strides[0]]
+    launches = _paged_launches("table", planes, tables, scale_stride, out_alignment, cache_alignment)
+    return Plan(launches)
 
 
 def _paged_launches(
@@ -272,10 +229,8 @@ def _paged_launch(
     out_strides = out_token_stride, out_run_stride
     conversion = _conversion(cache, out)
     if conversion:
-        in_eights = (
-            math.gcd(8, run_bytes, cache_alignment, *strides) == 8 and math.gcd(16, out_alignment, *out_strides) == 16
-        )
-        vector = 8 if in_eights else 1
+        cache_step, out_step = math.gcd(run_bytes, cache_alignment, *strides), math.gcd(out_alignment, *out_strides)
+        vector = 8 if cache_step % 8 == 0 and out_step % 16 == 0 else 1
         name = f"{conversion}_{vector}"
     else:
         if num_heads == 1 or (run_stride == run_bytes and out_run_stride == out_run_bytes):
@@ -285,26 +240,75 @@ def _paged_launch(
         name = str(vector)
     run_vecs = run_bytes // vector
     token_vecs = num_planes * runs * run_vecs
-    vecs = out.shape[0] * token_vecs
-    loads = choose_loads(vecs) if vector == 16 or (conversion and vector == 8) else 4
+    num_rows = out.shape[0]
     slots_are_64_bit, num_reqs, max_blocks, table_stride = tables
+
+    if vector == (8 if conversion else 16) and token_vecs >= WIDE_VECS // 2:
+        shape, pieces = "wide", max(1, round(token_vecs / WIDE_VECS))
+        # Each warp searches for its token's request: fewer warps where that takes more than one step.
+        loads = 4 if conversion or num_reqs > WARP else 2
+        piece_vecs = -(-token_vecs // pieces)
+        threads, blocks = -(-piece_vecs // (WARP * loads)) * WARP, num_rows * pieces
+    else:
+        shape, pieces, piece_vecs = "narrow", 1, token_vecs
+        loads, threads = NARROW_LOADS, NARROW_THREADS
+        blocks = -(-num_rows * token_vecs // (threads * loads))
     constants = [
-        *(out.shape[0], slots_are_64_bit, num_reqs, max_blocks, table_stride, num_blocks, block_size),
+        *(num_rows, slots_are_64_bit, num_reqs, max_blocks, table_stride, num_blocks, block_size),
         *(block_stride, token_stride, run_stride, out_token_stride, out_run_stride, runs, token_vecs, run_vecs),
-        scale_stride,
-        *(divisor(number) for number in (token_vecs, run_vecs, block_size)),
+        *(scale_stride, pieces, piece_vecs, *divmod(threads, run_vecs)),
+        *(divisor(number) for number in (pieces, token_vecs, run_vecs, block_size)),
     ]
     kernel = loader.load(KERNEL, out.device.index)
-    blocks = -(-vecs // (THREADS * loads))
-    return kernel.prepare(f"gather_{source}_{name}_{loads}", blocks, THREADS, _PAGED_POINTERS, constants)
+    return kernel.prepare(f"gather_{source}_{shape}_{name}_{loads}", blocks, threads, _PAGED_POINTERS, constants)
 
 
-def choose_loads(vecs: int) -> int:
-    """Vectors a thread moves: fewer where there is too little work to fill the GPU."""
-    return 4
-
-
-HEAD_GROUP = 1
+def _scattered_launch(
+    planes: Sequence[Plane],
+    slots_are_64_bit: int,
+    scale_stride: int,
+    out_alignment: int,
+    cache_alignment: int,
+    plain: bool,
+) -> loader.Launch:
+    (key, key_cache), (value, value_cache) = planes
+    num_tokens, num_heads, head_size = key.shape
+    size = key_cache.dtype.itemsize
+    classic = len(key_cache.shape) == 5
+    if classic:
+        num_blocks, _, _, block_size, x = key_cache.shape
+        key_block, key_head, key_chunk, key_token, _ = key_cache.byte_strides
+        value_block, value_head, value_dim, value_token = value_cache.byte_strides
+    else:
+        num_blocks, block_size = key_cache.shape[:2]
+        x, key_chunk, value_dim = head_size, 0, size
+        key_block, key_token, key_head, _ = key_cache.byte_strides
+        value_block, value_token, value_head, _ = value_cache.byte_strides
+    key_strides = [key_block, key_head, key_chunk, key_token]
+    value_strides = [value_block, value_head, value_dim, value_token]
+    out_strides = [*key.byte_strides[:2], *value.byte_strides[:2]]
+    in_chunks = (
+        classic
+        and math.gcd(16, cache_alignment, block_size * size, *key_strides, *value_strides[:3]) == 16
+        and math.gcd(16, out_alignment, *out_strides[:2]) == 16
+        and value_token in (0, size)
+    )
+    if in_chunks and not plain:
+        form, threads = "classic", CLASSIC_THREADS
+        blocks = -(-num_tokens // CLASSIC_TOKENS) * -(-num_heads // CLASSIC_HEADS)
+    else:
+        form, threads, blocks = "elements", min(num_heads * head_size, 512), num_tokens
+    constants = [
+        *(num_tokens, slots_are_64_bit, num_blocks * block_size, block_size, num_heads, head_size, x),
+        *key_strides,
+        *value_strides,
+        *out_strides,
+        scale_stride,
+        divisor(block_size),
+    ]
+    kernel = loader.load(KERNEL, key.device.index)
+    entry = f"gather_{form}_{_conversion(key_cache, key) or size}"
+    return kernel.prepare(entry, blocks, threads, _SCATTERED_POINTERS, constants)
 
 
 def divisor(number: int) -> int:

@@ -45,31 +45,31 @@ def gather_slots(
     if out.dtype == cache.dtype:
         raw_bits(out).copy_(rows)
         return
+    scale = torch.ones(1, device=out.device) if scale is None else scale
     table = dequantized_values(cache.dtype, scale, out.shape[1], out.dtype)
     head = torch.arange(out.shape[1], device=out.device)[:, None]
     out.copy_(table[head, rows.long()])
 
 
-def dequantized_values(
-    fp8: torch.dtype, scale: torch.Tensor | None, num_heads: int, dtype: torch.dtype
-) -> torch.Tensor:
+def dequantized_values(fp8: torch.dtype, scale: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
     """Every fp8 number times the scale of every head, rounded once, as exact arithmetic would.
 
     Args:
         fp8: torch.float8_e4m3fn or torch.float8_e5m2.
-        scale: float32 ``[1]`` or ``[num_heads]``; None is 1. Its device is the result's.
+        scale: float32 ``[1]`` or ``[num_heads]``. Its device is the result's.
         num_heads: heads of the result.
         dtype: torch.float16 or torch.bfloat16.
 
     Returns:
         ``[num_heads, 256]`` of ``dtype``, by the byte that encodes the fp8 number.
     """
-    scale = torch.ones(1) if scale is None else scale
     numbers = torch.arange(256, dtype=torch.uint8, device=scale.device).view(fp8).double()
     exact = scale.double().expand(num_heads)[:, None] * numbers  # 28 bits of 53
     # To odd, then to nearest: one rounding in effect. Torch alone would round to float32 on the way, and twice.
     nearest = exact.float()
-    towards_zero = torch.where(nearest.double().abs() > exact.abs(), nearest.nextafter(torch.zeros(())), nearest)
+    towards_zero = torch.where(
+        nearest.double().abs() > exact.abs(), nearest.nextafter(torch.zeros_like(nearest)), nearest
+    )
     inexact = (towards_zero.double() != exact).int()
     return (towards_zero.view(torch.int32) | inexact).view(torch.float32).to(dtype)
 
