@@ -41,13 +41,18 @@ __device__ __forceinline__ float read_scale(const float* scales, long long strid
   return scales == nullptr ? 1.0f : __ldg(scales + head * stride);
 }
 
-// A kernel may be launched while the one before it in the stream still runs, and touches memory only after this. It
-// lets the next one come as early: when every thread block has ended or said so. Saying so takes time, so only the last
-// ones do, about as many as run at once.
+// A kernel may be launched while the one before it in the stream still runs, and touches memory only after this.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-  if (gridDim.x - blockIdx.x <= 4096) asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel come as early: when every thread block has ended or said so. Saying so takes time, so only the
+// last ones do, about as many as run at once.
+__device__ __forceinline__ void let_next_kernel_come() {
+#if __CUDA_ARCH__ >= 900
+  if (gridDim.x - blockIdx.x <= 4096) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -343,6 +348,7 @@ __device__ __forceinline__ void gather_wide(const PagedArgs& a) {
     }
     place.advance(a);
   }
+  let_next_kernel_come();
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (to[i] != nullptr) *reinterpret_cast<typename Convert::Out*>(to[i]) = Convert::convert(values[i], scales[i]);
@@ -392,6 +398,7 @@ __device__ __forceinline__ void gather_narrow(const PagedArgs& a) {
       }
     }
   }
+  let_next_kernel_come();
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     if (to[i] != nullptr) *reinterpret_cast<typename Convert::Out*>(to[i]) = Convert::convert(values[i], scales[i]);
@@ -473,6 +480,7 @@ __device__ __forceinline__ void gather_classic(const ScatteredArgs& a) {
   constexpr unsigned kX = 16 / sizeof(In);
   constexpr unsigned kLoads = 4;
   wait_for_previous_kernel();
+  let_next_kernel_come();
 
   // All tokens of some heads before the next heads: tokens of one page that are far apart find it in L2.
   const unsigned tiles = static_cast<unsigned>((a.num_rows + kClassicTokens - 1) / kClassicTokens);
@@ -567,7 +575,6 @@ template <typename Convert>
 __device__ __forceinline__ void gather_elements(const ScatteredArgs& a) {
   using In = typename Convert::In;
   using Out = typename Convert::Out;
-  wait_for_previous_kernel();
   const long long row = blockIdx.x;
   const long long slot = read_slot(a.slots, a.slots_are_64_bit, row);
   if (slot < 0 || slot >= a.num_slots) return;

@@ -98,7 +98,7 @@ def plan_slots(
         raise refused("impl", f"is {impl!r}", "'auto', 'reference' or 'torch'")
     _check_out("key", key)
     _check_same("value", value, "key", key)
-    num_tokens, num_heads, head_size = key.shape
+    num_tokens, num_heads, _ = key.shape
     classic = len(key_cache.shape) == 5
     if classic:
         _check_classic(key, key_cache, value_cache)
@@ -260,7 +260,8 @@ def _paged_launch(
         *(divisor(number) for number in (pieces, token_vecs, run_vecs, block_size)),
     ]
     kernel = loader.load(KERNEL, out.device.index)
-    return kernel.prepare(f"gather_{source}_{shape}_{name}_{loads}", blocks, threads, _PAGED_POINTERS, constants)
+    entry = f"gather_{source}_{shape}_{name}_{loads}"
+    return kernel.prepare(entry, blocks, threads, _PAGED_POINTERS, constants, comes_early=True)
 
 
 def _scattered_launch(
@@ -308,7 +309,7 @@ def _scattered_launch(
     ]
     kernel = loader.load(KERNEL, key.device.index)
     entry = f"gather_{form}_{_conversion(key_cache, key) or size}"
-    return kernel.prepare(entry, blocks, threads, _SCATTERED_POINTERS, constants)
+    return kernel.prepare(entry, blocks, threads, _SCATTERED_POINTERS, constants, comes_early=form == "classic")
 
 
 def divisor(number: int) -> int:

@@ -67,10 +67,18 @@ class Kernel:
         self.status = status
         self.device = device
         self._functions = functions  # CuPy's objects, which keep the module loaded
-        # Hopper and later let a kernel come while the one before it ends; ours all wait before they touch memory.
-        self.comes_early = torch.cuda.get_device_capability(device)[0] >= 9
+        self._can_come_early = torch.cuda.get_device_capability(device)[0] >= 9
 
-    def prepare(self, entry: str, blocks: int, threads: int, num_pointers: int, constants: Sequence[int]) -> Launch:
+    def prepare(
+        self,
+        entry: str,
+        blocks: int,
+        threads: int,
+        num_pointers: int,
+        constants: Sequence[int],
+        *,
+        comes_early: bool = False,
+    ) -> Launch:
         """A launch of which all but the pointers is known.
 
         Args:
@@ -79,8 +87,11 @@ class Kernel:
             threads: threads in each block.
             num_pointers: pointers that the kernel's one argument begins with, a struct of 8-byte members.
             constants: the integers that follow them.
+            comes_early: let it be launched while the kernel before it in the stream ends, where the GPU can, Hopper
+                and later. It must wait for that kernel before it touches memory.
         """
-        return Launch(self, self._functions[entry].ptr, blocks, threads, num_pointers, constants)
+        early = comes_early and self._can_come_early
+        return Launch(self.device, self, self._functions[entry].ptr, blocks, threads, num_pointers, constants, early)
 
 
 class _Config(ctypes.Structure):
@@ -107,12 +118,20 @@ class Launch:
     """A kernel with its grid and constants, called with pointers. Any thread may call it."""
 
     def __init__(
-        self, kernel: Kernel, handle: int, blocks: int, threads: int, num_pointers: int, constants: Sequence[int]
+        self,
+        device: int,
+        owner: object,
+        handle: int,
+        blocks: int,
+        threads: int,
+        num_pointers: int,
+        constants: Sequence[int],
+        comes_early: bool,
     ) -> None:
-        self._kernel = kernel
-        self._handle = handle
-        attributes = ctypes.addressof(_COMES_EARLY) if kernel.comes_early else None
-        self._config = _Config(blocks, 1, 1, threads, 1, 1, 0, None, attributes, int(kernel.comes_early))
+        self._device, self._handle = device, handle
+        self._owner = owner  # of the handle
+        attributes = ctypes.addressof(_COMES_EARLY) if comes_early else None
+        self._config = _Config(blocks, 1, 1, threads, 1, 1, 0, None, attributes, int(comes_early))
         self._struct = (ctypes.c_longlong * (num_pointers + len(constants)))(*[0] * num_pointers, *constants)
         self._threads = threading.local()
 
@@ -132,7 +151,7 @@ class Launch:
         import torch
         from cupy_backends.cuda.api import driver, runtime
 
-        device, handle = self._kernel.device, self._handle
+        device, handle = self._device, self._handle
         if not driver.ctxGetCurrent():  # a thread that has not used a GPU yet
             runtime.setDevice(device)
         config, struct = _Config.from_buffer_copy(self._config), type(self._struct).from_buffer_copy(self._struct)
@@ -153,7 +172,7 @@ class Launch:
             if error:
                 raise driver.CUDADriverError(error)
 
-        launch.keep = self._kernel, parameters  # type: ignore[attr-defined]  # as long as their addresses are used
+        launch.keep = self._owner, parameters  # type: ignore[attr-defined]  # as long as their addresses are used
         return launch
 
 
