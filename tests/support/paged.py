@@ -21,11 +21,11 @@ LAYOUTS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "padded", "odd padding",
 PAIRS = ("packed", "halves", "apart", "unlike")
 """K and V in one tensor, as views of the halves of one, in a cache each, and in caches of different layouts."""
 
-CLASSIC_LAYOUTS = ("dense", "padded", "off by one", "tokens apart")
+CLASSIC_LAYOUTS = ("dense", "padded", "dims apart", "off by one", "tokens apart")
 """The last two are not aligned, or not dense enough, to be read 16 bytes at a time."""
 
-OUTS = ("dense", "sliced", "off by one")
-"""Outputs: a tensor each; two slices of a ``[num_tokens, 3, num_heads, head_size]`` one; and misaligned."""
+OUTS = ("dense", "sliced", "off by one", "gaps")
+"""Outputs: a tensor each; slices of a ``[num_tokens, 3, num_heads, head_size]`` one; misaligned; a gap after a head."""
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 POISON = 0xA5
@@ -129,6 +129,10 @@ def make_classic(
     if layout == "off by one":
         key, value = (random_bytes((num_blocks * page + 1,), dtype, generator)[1:] for _ in range(2))
         return key.view(key_shape), value.view(value_shape)
+    if layout == "dims apart":
+        room = -(-block_size // x) * x
+        key = random_bytes((*key_shape[:3], room, x), dtype, generator)[..., :block_size, :]
+        return key, random_bytes((*value_shape[:3], room), dtype, generator)[..., :block_size]
     if layout == "tokens apart":
         key = random_bytes((*key_shape[:3], 2 * block_size, x), dtype, generator)[..., 1::2, :]
         return key, random_bytes((*value_shape[:3], 2 * block_size), dtype, generator)[..., ::2]
@@ -156,6 +160,9 @@ def make_outs(
         return key, value
     if out == "off by one":
         key, value = (poisoned((num_tokens * num_heads * head_size + 1,), dtype)[1:].view(shape) for _ in range(2))
+        return key, value
+    if out == "gaps":
+        key, value = (poisoned((num_tokens, num_heads, head_size + 1), dtype)[..., :-1] for _ in range(2))
         return key, value
     raise ValueError(out)
 

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -84,8 +84,16 @@ class Prepared:
     """A launch of which all but the pointers is known, as loader.Launch."""
 
     def __init__(
-        self, gpu: Gpu, entry: str, blocks: int, threads: int, num_pointers: int, constants: Sequence[int]
+        self,
+        gpu: Gpu,
+        entry: str,
+        blocks: int,
+        threads: int,
+        num_pointers: int,
+        constants: Sequence[int],
+        comes_early: bool,
     ) -> None:
+        assert comes_early != entry.startswith("gather_elements")  # the others wait before they touch memory
         assert entry in loader.KERNELS[gather_plan.KERNEL]
         assert 0 < blocks < 2**31
         assert 0 < threads <= 1024
@@ -123,10 +131,20 @@ class Gpu:
     def entries(self) -> list[str]:
         return [prepared.entry for prepared in self.prepared]
 
-    def prepare(self, *launch: Any) -> Prepared:
+    def prepare(
+        self,
+        entry: str,
+        blocks: int,
+        threads: int,
+        num_pointers: int,
+        constants: Sequence[int],
+        *,
+        comes_early: bool = False,
+    ) -> Prepared:
         """As loader.Kernel."""
-        self.prepared.append(Prepared(self, *launch))
-        return self.prepared[-1]
+        prepared = Prepared(self, entry, blocks, threads, num_pointers, constants, comes_early)
+        self.prepared.append(prepared)
+        return prepared
 
 
 def _divide(number: int, divisor: int, packed: int) -> int:
@@ -177,13 +195,15 @@ def _deal_vectors(
     a_block = prepared.threads * int(form["loads"])
     if form["kind"] == "wide":
         assert a_block >= a.piece_vecs
+        assert prepared.blocks == a.num_rows * a.pieces
+        assert (a.step_runs, a.step_vecs) == divmod(prepared.threads, a.run_vecs)
         for block in range(prepared.blocks):
             row = _divide(block, a.pieces, a.by_pieces)
             first = (block - row * a.pieces) * a.piece_vecs
             if row < rows:
                 yield from ((row, index) for index in range(first, min(first + a.piece_vecs, a.token_vecs)))
         return
-    assert prepared.threads == constant("kThreads")
+    assert prepared.threads == constant("kNarrowThreads")
     assert (prepared.blocks - 1) * a_block < a.num_rows * a.token_vecs <= prepared.blocks * a_block
     for index in range(rows * a.token_vecs):
         row = _divide(index, a.token_vecs, a.by_token_vecs)
@@ -201,7 +221,7 @@ def _find_slot(a: SimpleNamespace, memory: Memory, row: int) -> int | None:
 
 def _find_token(a: SimpleNamespace, memory: Memory, row: int) -> int | None:
     bounds = [memory.number("i", a.cu_seqlens_k + 4 * request) for request in range(a.num_reqs)]
-    request = bisect.bisect_right(bounds, row) - 1
+    request = max(bisect.bisect_right(bounds, row) - 1, 0)
     position = row - bounds[request] + memory.number("i", a.seq_starts + 4 * request)
     if not 0 <= position < a.max_blocks * a.block_size:
         return None
@@ -232,8 +252,10 @@ def _run_scattered(form: re.Match[str], prepared: Prepared, a: SimpleNamespace, 
     pieces = _elements
     if form["form"] == "classic":
         pieces = _chunks
-        assert prepared.threads == constant("kClassicThreads")
-        assert prepared.blocks == -(-a.num_rows // constant("kClassicTokens")) * -(-a.num_heads // a.head_group)
+        assert prepared.threads == (constant("kKeyWarps") + constant("kValueWarps")) * constant("kWarp")
+        tiles = -(-a.num_rows // constant("kClassicTokens"))
+        head_groups = -(-a.num_heads // a.head_group)
+        assert prepared.blocks == tiles * head_groups
         assert (a.x * size, a.block_size * size % 16, a.value_token_stride) == (16, 0, size)
     else:
         assert prepared.blocks == a.num_rows

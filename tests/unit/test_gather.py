@@ -95,7 +95,7 @@ def test_slots_copy_exactly_the_tokens_asked_for(layout: str, pair: str, index: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_dtype_and_shape(layout: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     num_heads, block_size, head_size = shape
-    for pair, out in zip(PAIRS, (*OUTS, OUTS[0]), strict=True):
+    for pair, out in zip(PAIRS, OUTS, strict=True):
         caches = make_pair(pair, layout, 3, block_size, num_heads, head_size, dtype, seeded())
         check(table_call(*caches, [0, 3, 2], [1, 17, 2], seeded(1), out))
         if caches[1] is not None:
@@ -299,7 +299,7 @@ SCALES: dict[str, Scales] = {
 @pytest.mark.parametrize("wide", WIDE, ids=str)
 @pytest.mark.parametrize("fp8", FP8, ids=str)
 def test_dequantized_exactly(fp8: torch.dtype, wide: torch.dtype, scales: Scales) -> None:
-    for pair, out in zip(PAIRS, (*OUTS, OUTS[0]), strict=True):
+    for pair, out in zip(PAIRS, OUTS, strict=True):
         for layout in ("LBNHC", "LHBNC", "odd padding"):
             caches = make_pair(pair, layout, 7, 8, 3, 20, fp8, seeded())
             check(table_call(*caches, [3, 0, 9], [17, 0, 1], seeded(1), out, dtype=wide, scales=scales))
@@ -517,7 +517,7 @@ def bad_slots(good: Call) -> Bad:
         "rank of slot_mapping": ({"slot_mapping": slots[:, None]}, r"slot_mapping is torch.int64 \[5, 1\]"),
         "length of slot_mapping": (
             {"slot_mapping": slots[:4]},
-            r"slot_mapping is .*\[4\] .*\[5\] .*as key has rows",
+            r"slot_mapping is .*\[4\] .*must be .*\[5\] with stride 1",
         ),
         "strides of slot_mapping": (
             {"slot_mapping": torch.zeros(10).int()[::2]},

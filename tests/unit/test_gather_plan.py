@@ -29,6 +29,7 @@ from tests.support.paged import (
     make_classic,
     make_pair,
     mismatch,
+    odd_strides,
     random_slots,
     run,
     seeded,
@@ -41,6 +42,7 @@ from vllm_kda_plugin.kernels.gather_plan import Form, Plan, divisor, plan_slots,
 
 CUDA = torch.device("cuda", 0)
 INDICES = (torch.int32, torch.int64)
+ALIGNED_CLASSIC = ("dense", "padded", "dims apart")
 
 
 @pytest.fixture
@@ -115,9 +117,9 @@ def test_classic_copies(layout: str, dtype: torch.dtype, gpu: Gpu) -> None:
     x = 16 // dtype.itemsize
     for num_heads, block_size, head_size in ((3, 16, 4 * x), (1, 8, x), (2, 12, 3 * x), (1, 1, x), (5, 4, x)):
         caches = make_classic(layout, 4, block_size, num_heads, head_size, dtype, seeded())
-        for num_tokens, index, out in zip((1, 11, 9), (*INDICES, torch.int32), OUTS, strict=True):
+        for num_tokens, index, out in zip((1, 11, 9, 5), (*INDICES, *INDICES), OUTS, strict=True):
             slots = random_slots(num_tokens, 4 * block_size, index, seeded(1))
-            in_chunks = layout in ("dense", "padded") and out != "off by one" and block_size % x == 0
+            in_chunks = layout in ALIGNED_CLASSIC and out in ("dense", "sliced") and block_size % x == 0
             form = "classic" if in_chunks else "elements"
             assert check(gpu, slots_call(*caches, slots, out)) == [f"gather_{form}_{dtype.itemsize}"]
 
@@ -125,7 +127,7 @@ def test_classic_copies(layout: str, dtype: torch.dtype, gpu: Gpu) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(f"classic {layout}" for layout in CLASSIC_LAYOUTS)])
 def test_reference(layout: str, dtype: torch.dtype, gpu: Gpu) -> None:
-    for pair, out in zip(PAIRS[1:], OUTS, strict=True):
+    for pair, out in zip((*PAIRS[1:], PAIRS[2]), OUTS, strict=True):
         if layout.startswith("classic"):
             caches: Any = make_classic(layout.removeprefix("classic "), 4, 4, 2, 16, dtype, seeded())
         else:
@@ -156,11 +158,26 @@ def test_widest_aligned_vector(
     assert entry.split("_")[-2] == str(vector)
 
 
-@pytest.mark.parametrize(("out", "vector"), [("dense", 16), ("sliced", 16), ("off by one", 2)])
+@pytest.mark.parametrize(("out", "vector"), [("dense", 16), ("sliced", 16), ("off by one", 2), ("gaps", 2)])
 def test_outputs_decide_too(out: str, vector: int, gpu: Gpu) -> None:
     cache = make_cache("LBNHC", 3, 4, 2, 64, torch.half, seeded())
     [entry] = check(gpu, slots_call(cache, cache, torch.tensor([3, 1]), out))
     assert entry.split("_")[-2] == str(vector)
+
+
+@pytest.mark.parametrize("stride", [0, 1, 7])
+def test_strides_of_size_one_dimensions_say_nothing(stride: int, gpu: Gpu) -> None:
+    for shape in ((1, 1, 1, 8), (4, 1, 1, 8), (1, 4, 1, 8), (1, 1, 3, 8)):
+        key_cache, value_cache = (make_cache("LBNHC", *shape, torch.half, seeded(seed)) for seed in range(2))
+        slots = random_slots(1, shape[0] * shape[1], torch.int64, seeded(), none=0)
+        for call in (
+            slots_call(key_cache, value_cache, slots),
+            table_call(key_cache, value_cache, [0], [1], seeded(), spare_rows=0),
+        ):
+            for name in ("key", "key_cache"):
+                call[name] = odd_strides(call[name], stride)
+            [entry] = check(gpu, call)
+            assert entry.split("_")[-2] == "16"
 
 
 # ---- fp8 to 16 bits -------------------------------------------------------------------------------------------------
@@ -185,7 +202,7 @@ def test_dequantized(fp8: torch.dtype, wide: torch.dtype, scales: Scales, gpu: G
         ("odd padding", 8, False),
         ("off by one", 8, False),
     ):
-        for pair, out in zip(PAIRS, ("dense", "sliced", "off by one", "dense"), strict=True):
+        for pair, out in zip(PAIRS, OUTS, strict=True):
             key_cache, value_cache = make_pair(pair, layout, 3, 8, 3, head_size, fp8, seeded())
             calls = [table_call(key_cache, value_cache, [3, 9], [7, 1], seeded(1), out, dtype=wide, scales=scales)]
             if value_cache is not None:
@@ -195,11 +212,11 @@ def test_dequantized(fp8: torch.dtype, wide: torch.dtype, scales: Scales, gpu: G
                 for entry in check(gpu, call):
                     assert f"_{name}_" in entry
                     if pair != "unlike":
-                        assert entry.split("_")[-2] == ("8" if aligned and out != "off by one" else "1")
+                        assert entry.split("_")[-2] == ("8" if aligned and out in ("dense", "sliced") else "1")
     for layout in CLASSIC_LAYOUTS:
         caches = make_classic(layout, 3, 16, 3, 32, fp8, seeded())
         call = slots_call(*caches, random_slots(9, 48, torch.int64, seeded(2)), "sliced", dtype=wide, scales=scales)
-        form = "classic" if layout in ("dense", "padded") else "elements"
+        form = "classic" if layout in ALIGNED_CLASSIC else "elements"
         assert check(gpu, call) == [f"gather_{form}_{name}"]
         assert check(gpu, call, impl="reference") == [f"gather_elements_{name}"]
 
@@ -429,15 +446,18 @@ def test_sizes_above_4_gib_are_told_in_full(tokens: int, impl: str, gpu: Gpu) ->
 
 
 def test_constants_are_those_of_the_source() -> None:
-    assert constant("kThreads") == gather_plan.THREADS
-    assert (constant("kClassicTokens"), constant("kClassicThreads")) == (
-        gather_plan.CLASSIC_TOKENS,
-        gather_plan.CLASSIC_THREADS,
-    )
+    for name, value in (
+        ("kWarp", gather_plan.WARP),
+        ("kNarrowThreads", gather_plan.NARROW_THREADS),
+        ("kClassicTokens", gather_plan.CLASSIC_TOKENS),
+    ):
+        assert constant(name) == value
 
 
 numbers_below_2_to_31 = st.one_of(
-    st.integers(0, 2**31 - 1), st.integers(0, 31).flatmap(lambda bit: st.integers(-2, 2).map(lambda i: (1 << bit) + i))
+    st.integers(0, 2**31 - 1),
+    st.integers(0, 1000),
+    st.tuples(st.integers(0, 31), st.integers(-2, 2)).map(lambda power: (1 << power[0]) + power[1]),
 ).filter(lambda number: 0 <= number < 2**31)
 
 
@@ -446,11 +466,13 @@ numbers_below_2_to_31 = st.one_of(
 @example(2**31 - 1, 2**31 - 2)
 @example(2**30 + 1, 2**31 - 1)
 @example(1, 2**31 - 1)
-@example(3, 2**31 - 1)
+@example(7, 2**31 - 1)
 def test_division_by_multiplication(by: int, number: int) -> None:
     packed = divisor(by)
     multiplier, shift = packed & 0xFFFFFFFF, packed >> 32
     assert shift < 64
-    for n in {number, number // by * by, max(number // by * by - 1, 0)}:
-        assert n * multiplier < 2**64
-        assert n * multiplier >> shift == n // by
+    multiples = {number // by * by, 2**31 // by * by}  # rounding errs at the largest number below one, if anywhere
+    for n in {number, *(multiple + i for multiple in multiples for i in (-1, 0))}:
+        if 0 <= n < 2**31:
+            assert n * multiplier < 2**64
+            assert n * multiplier >> shift == n // by

@@ -253,7 +253,7 @@ EARLY = [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: allow
 
 
 def test_launch_passes_the_arguments_as_one_struct_on_torchs_stream(gpu: SimpleNamespace) -> None:
-    launch = loader.load(NAME, 0).prepare("gather_elements_4", 5, 256, 2, [-3, 2**40, -(2**62)])
+    launch = loader.load(NAME, 0).prepare("gather_elements_4", 5, 256, 2, [-3, 2**40, -(2**62)], comes_early=True)
     gpu.devices.clear()
     launch(2**63 - 1, 7)
     launch(0, 2**47)
@@ -272,8 +272,9 @@ def test_kernels_come_early_where_they_know_to_wait(
     gpu: SimpleNamespace, capability: tuple[int, int], attributes: list[tuple[int, int]]
 ) -> None:
     gpu.capability = capability
-    loader.load(NAME, 0).prepare("gather_elements_4", 1, 256, 1, [2, 3, 4, 5])(1)
-    assert gpu.launches[0].attributes == attributes
+    for comes_early in (True, False):
+        loader.load(NAME, 0).prepare("gather_elements_4", 1, 256, 1, [2, 3, 4, 5], comes_early=comes_early)(1)
+    assert [launched.attributes for launched in gpu.launches] == [attributes, []]
 
 
 def test_unknown_entry_point(gpu: SimpleNamespace) -> None:
