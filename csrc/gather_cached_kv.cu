@@ -437,11 +437,12 @@ struct ScatteredArgs {
   long long value_out_token_stride;
   long long value_out_head_stride;
   long long scale_stride;  // in entries
+  long long head_group;    // heads a thread block of gather_classic takes
   Divisor by_block_size;
 };
 
-// What a thread block of gather_classic writes, and with how many warps.
-constexpr unsigned kClassicTokens = 8, kClassicHeads = 2;
+// What a thread block of gather_classic writes of each head, and with how many warps.
+constexpr unsigned kClassicTokens = 8;
 constexpr unsigned kKeyWarps = 2, kValueWarps = 4;
 
 template <typename T>
@@ -478,16 +479,15 @@ __device__ __forceinline__ void gather_classic(const ScatteredArgs& a) {
   using In = typename Convert::In;
   using Out = typename Convert::Out;
   constexpr unsigned kX = 16 / sizeof(In);
-  constexpr unsigned kLoads = 4;
+  constexpr unsigned kKeyLoads = 2, kValueLoads = 4;
   wait_for_previous_kernel();
-  let_next_kernel_come();
 
   // All tokens of some heads before the next heads: tokens of one page that are far apart find it in L2.
   const unsigned tiles = static_cast<unsigned>((a.num_rows + kClassicTokens - 1) / kClassicTokens);
   const unsigned group = blockIdx.x / tiles;
   const long long tile = static_cast<long long>(blockIdx.x - group * tiles) * kClassicTokens;
-  const unsigned first_head = group * kClassicHeads;
-  const unsigned heads = min(kClassicHeads, static_cast<unsigned>(a.num_heads) - first_head);
+  const unsigned first_head = group * static_cast<unsigned>(a.head_group);
+  const unsigned heads = min(static_cast<unsigned>(a.head_group), static_cast<unsigned>(a.num_heads) - first_head);
   const unsigned head_size = static_cast<unsigned>(a.head_size);
   const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 
@@ -503,6 +503,8 @@ __device__ __forceinline__ void gather_classic(const ScatteredArgs& a) {
     }
   }
 
+  let_next_kernel_come();
+
   if (warp >= kValueWarps) {
     if (block == kNowhere) return;
     const char* from =
@@ -513,16 +515,21 @@ __device__ __forceinline__ void gather_classic(const ScatteredArgs& a) {
     for (unsigned chunk = first; chunk < head_size / kX; chunk += kStep) {
       const char* const chunk_from = from + chunk * a.key_chunk_stride;
       char* const chunk_to = to + chunk * kX * sizeof(Out);
-      uint4 chunks[kClassicHeads];
+      for (unsigned head = 0; head < heads; head += kKeyLoads) {
+        uint4 chunks[kKeyLoads];
 #pragma unroll
-      for (unsigned head = 0; head < kClassicHeads; ++head) {
-        if (head < heads) chunks[head] = __ldg(reinterpret_cast<const uint4*>(chunk_from + head * a.key_head_stride));
-      }
+        for (unsigned i = 0; i < kKeyLoads; ++i) {
+          if (head + i < heads) {
+            chunks[i] = __ldg(reinterpret_cast<const uint4*>(chunk_from + (head + i) * a.key_head_stride));
+          }
+        }
 #pragma unroll
-      for (unsigned head = 0; head < kClassicHeads; ++head) {
-        if (head < heads) {
-          const float scale = Convert::kScaled ? read_scale(a.key_scale, a.scale_stride, first_head + head) : 1.0f;
-          convert_chunk<Convert>(chunk_to + head * a.key_out_head_stride, chunks[head], scale);
+        for (unsigned i = 0; i < kKeyLoads; ++i) {
+          if (head + i < heads) {
+            const float scale =
+                Convert::kScaled ? read_scale(a.key_scale, a.scale_stride, first_head + head + i) : 1.0f;
+            convert_chunk<Convert>(chunk_to + (head + i) * a.key_out_head_stride, chunks[i], scale);
+          }
         }
       }
     }
@@ -546,11 +553,11 @@ __device__ __forceinline__ void gather_classic(const ScatteredArgs& a) {
     const char* const from = a.value_cache + __shfl_sync(kAllLanes, value_from, first) + head * a.value_head_stride;
     char* const to = a.value + tile * a.value_out_token_stride + head * a.value_out_head_stride;
     const float scale = Convert::kScaled ? read_scale(a.value_scale, a.scale_stride, head) : 1.0f;
-    for (unsigned base = 0; base < head_size; base += kLoads * kWarp) {
+    for (unsigned base = 0; base < head_size; base += kValueLoads * kWarp) {
       const unsigned dim = base + lane;
-      uint4 chunks[kLoads];
+      uint4 chunks[kValueLoads];
 #pragma unroll
-      for (unsigned i = 0; i < kLoads; ++i) {
+      for (unsigned i = 0; i < kValueLoads; ++i) {
         if (dim + i * kWarp < head_size) {
           chunks[i] = __ldg(reinterpret_cast<const uint4*>(from + (dim + i * kWarp) * a.value_dim_stride));
         }
@@ -559,7 +566,7 @@ __device__ __forceinline__ void gather_classic(const ScatteredArgs& a) {
         const unsigned element = __shfl_sync(kAllLanes, offset, t) % kX;
         Out* const row = reinterpret_cast<Out*>(to + t * a.value_out_token_stride) + dim;
 #pragma unroll
-        for (unsigned i = 0; i < kLoads; ++i) {
+        for (unsigned i = 0; i < kValueLoads; ++i) {
           if (dim + i * kWarp < head_size) {
             row[i * kWarp] = Convert::convert(element_of<In>(chunks[i], element), scale);
           }

@@ -73,7 +73,7 @@ def collect() -> Facts:
         python=sys.version_info[:3],
         versions=versions,
         torch_cuda=torch_cuda(),
-        gpus=_gpus(),
+        gpus=gpus(),
         entry_point=any(found.name == PLUGIN for found in importlib.metadata.entry_points(group=GROUP)),
         allowed_plugins=os.environ.get("VLLM_PLUGINS"),
         variables={name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
@@ -158,7 +158,8 @@ def _probe_apart() -> dict[str, Any]:
     return {"error": said[-1].strip() if said else f"the process that imported it ended with {done.returncode}"}
 
 
-def _gpus() -> list[str]:
+def gpus() -> list[str]:
+    """Name and driver version of each NVIDIA GPU, as nvidia-smi says them with a comma between; none without it."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []

@@ -5,6 +5,7 @@ A way of doing it is timed only after all that it writes was found equal to what
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -20,6 +21,7 @@ from vllm_kda_plugin.bench import timing
 from vllm_kda_plugin.bench.gather_cases import SMALL_SIZES, Case, cases, make_buffers
 from vllm_kda_plugin.bench.timing import Call
 from vllm_kda_plugin.kernels import loader
+from vllm_kda_plugin.kernels.gather import gather_cached_kv, gather_paged_kv
 from vllm_kda_plugin.kernels.gather_plan import KERNEL
 
 PEERS = ("reference", "index_select", "cp_gather_cache")
@@ -201,8 +203,17 @@ def _measure_and_tell(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def _host_us(device: torch.device) -> dict[str, float]:
-    both = [Case("", "NHD", "slots", SMALL_SIZES[0], 16), Case("", "NHD", "table", SMALL_SIZES[0], 16)]
-    return {case.entry: timing.host_us(prepare(case, 1, device)[0]["ours"][0]) for case in both}
+    """Microseconds of the host's time that a call takes as an engine makes it, by entry point."""
+    slots_case = Case("", "NHD", "slots", SMALL_SIZES[0], 16)
+    [by_slots], [by_table] = (
+        list(make_buffers(case, 1, 1, device)) for case in (slots_case, dataclasses.replace(slots_case, order="table"))
+    )
+    key, value, key_cache, value_cache, slots = *by_slots.outs, *by_slots.caches, by_slots.slots
+    table_args = *by_table.outs, *by_table.caches, *by_table.tables
+    return {
+        "gather_cached_kv": timing.host_us(lambda: gather_cached_kv(key, value, key_cache, value_cache, slots)),
+        "gather_paged_kv": timing.host_us(lambda: gather_paged_kv(*table_args)),
+    }
 
 
 def _fault(call: Call, outs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str:

@@ -28,7 +28,7 @@ _HOST_CALLS = 300
 # A graph moves about this much, 1 ms on a fast GPU, unless that takes more launches than a graph should hold.
 _GRAPH_BYTES = 4 << 30
 _GRAPH_LAUNCHES = 4, 200
-_COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}
+_COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 27}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ def describe(device: torch.device) -> dict[str, dict[str, Any]]:
         found: dict[str, Any] = {"device": "CPU", "threads": torch.get_num_threads()}
     else:
         gpu = torch.cuda.get_device_properties(device)
-        drivers = sorted({line.rpartition(", ")[2] for line in machine._gpus()})
+        drivers = sorted({line.rpartition(", ")[2] for line in machine.gpus()})
         found = {"device": gpu.name, "driver": ", ".join(drivers), "L2_cache_bytes": gpu.L2_cache_size}
     return {"machine": found, "versions": {name: version for name, version in versions.items() if version}}
 

@@ -63,11 +63,12 @@ def gather_cached_kv(
     key_at, value_at = key.data_ptr(), value.data_ptr()
     key_cache_at, value_cache_at = key_cache.data_ptr(), value_cache.data_ptr()
     addresses = key_at, value_at, key_cache_at, value_cache_at, k_scale_at, v_scale_at, slot_mapping.data_ptr()
+    if impl == "auto" and not (key_at | value_at | key_cache_at | value_cache_at) & 15:
+        num_tensors, holds_for, launch = _LAST.slots
+        if num_tensors == len(tensors) and holds_for(*tensors):
+            launch(*addresses)
+            return
     options = (key_at | value_at) & 15, (key_cache_at | value_cache_at) & 15, impl
-    last = _LAST.slots
-    if last is not None and last.options == options and last.num_tensors == len(tensors) and last.holds_for(*tensors):
-        last.launch(*addresses)
-        return
     forms = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     plan = plan_slots(*map(_form, forms), *options)
     if plan.in_torch or (_CHECK and _may_read_back(key)):
@@ -133,11 +134,12 @@ def gather_paged_kv(
         k_scale_at, v_scale_at = _address(k_scale), _address(v_scale)
     rows_at = block_table.data_ptr(), cu_seqlens_k.data_ptr(), seq_starts.data_ptr()
     addresses = key_at, value_at, key_cache_at, value_cache_at, k_scale_at, v_scale_at, *rows_at
+    if impl == "auto" and not (key_at | value_at | key_cache_at | value_cache_at) & 15:
+        num_tensors, holds_for, launch = _LAST.table
+        if num_tensors == len(tensors) and holds_for(*tensors):
+            launch(*addresses)
+            return
     options = (key_at | value_at) & 15, (key_cache_at | value_cache_at) & 15, impl
-    last = _LAST.table
-    if last is not None and last.options == options and last.num_tensors == len(tensors) and last.holds_for(*tensors):
-        last.launch(*addresses)
-        return
     forms = (key, value, key_cache, value_cache, block_table, cu_seqlens_k, seq_starts, k_scale, v_scale)
     plan = plan_table(*map(_form, forms), *options)
     if plan.in_torch or (_CHECK and _may_read_back(key)):
@@ -156,27 +158,27 @@ def gather_paged_kv(
 class _LastCall(NamedTuple):
     """A call that was planned, so that the next one like it, such as the next layer's, need not be."""
 
-    options: tuple[int, int, str]
-    num_tensors: int
-    holds_for: Callable[..., bool]
+    num_tensors: int = 0
+    holds_for: Callable[..., bool] = bool
     """Whether as many tensors have the shapes, strides, dtypes and devices of the last: asked in C++, in a fourth of
     the time."""
-    launch: Callable[..., None]
+    launch: Callable[..., object] = id
 
 
 class _LastCalls(threading.local):
-    slots: _LastCall | None = None
-    table: _LastCall | None = None
+    slots = _LastCall()
+    table = _LastCall()
 
 
 _LAST = _LastCalls()
 
 
-def _last_call(tensors: tuple[torch.Tensor | None, ...], options: tuple[int, int, str], plan: Plan) -> _LastCall | None:
+def _last_call(tensors: tuple[torch.Tensor | None, ...], options: tuple[int, int, str], plan: Plan) -> _LastCall:
     given = [tensor for tensor in tensors if tensor is not None]
     known = torch.__version__.startswith(_GUARDED_TORCH)  # its guards are no public interface
-    if _CHECK or not known or len(given) < len(tensors) or len(plan.launches) != 1:
-        return None
+    usual = options == (0, 0, "auto") and len(given) == len(tensors) and len(plan.launches) == 1
+    if _CHECK or not known or not usual:
+        return _LastCall()
     from torch._C._dynamo.guards import TensorGuards
 
     guards = TensorGuards(
@@ -184,7 +186,7 @@ def _last_call(tensors: tuple[torch.Tensor | None, ...], options: tuple[int, int
         dynamic_dims_sizes=[list(tensor.shape) for tensor in given],
         dynamic_dims_strides=[list(tensor.stride()) for tensor in given],
     )
-    return _LastCall(options, len(given), guards.check, plan.launches[0][0].of_this_thread())
+    return _LastCall(len(given), guards.check, plan.launches[0][0].of_this_thread())
 
 
 def _form(tensor: torch.Tensor | None) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None:

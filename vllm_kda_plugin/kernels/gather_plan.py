@@ -19,10 +19,10 @@ _WIDE = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # As csrc/gather_cached_kv.cu has them.
 WARP = 32
 NARROW_THREADS, NARROW_LOADS = 64, 4
-CLASSIC_TOKENS, CLASSIC_HEADS, CLASSIC_THREADS = 8, 2, 6 * WARP
+CLASSIC_TOKENS, CLASSIC_THREADS = 8, 6 * WARP
 # Vectors that a thread block moves of a wide token, about: 4 KiB of output.
 WIDE_VECS = 256
-_PAGED_POINTERS, _SCATTERED_POINTERS = 9, 7
+_TABLE_POINTERS, _SLOTS_POINTERS = 9, 7
 
 
 class Form(NamedTuple):
@@ -261,7 +261,10 @@ def _paged_launch(
     ]
     kernel = loader.load(KERNEL, out.device.index)
     entry = f"gather_{source}_{shape}_{name}_{loads}"
-    return kernel.prepare(entry, blocks, threads, _PAGED_POINTERS, constants, comes_early=True)
+    if source == "slots":  # no cu_seqlens_k, no seq_starts
+        constants = [0, 0, *constants]
+    num_pointers = _TABLE_POINTERS if source == "table" else _SLOTS_POINTERS
+    return kernel.prepare(entry, blocks, threads, num_pointers, constants, comes_early=True)
 
 
 def _scattered_launch(
@@ -294,9 +297,11 @@ def _scattered_launch(
         and math.gcd(16, out_alignment, *out_strides[:2]) == 16
         and value_token in (0, size)
     )
+    # Few heads at a time, that L2 may hold all their tokens; where it cannot, wider stretches of memory are faster.
+    head_group = 2 if num_tokens <= 16384 else 4
     if in_chunks and not plain:
         form, threads = "classic", CLASSIC_THREADS
-        blocks = -(-num_tokens // CLASSIC_TOKENS) * -(-num_heads // CLASSIC_HEADS)
+        blocks = -(-num_tokens // CLASSIC_TOKENS) * -(-num_heads // head_group)
     else:
         form, threads, blocks = "elements", min(num_heads * head_size, 512), num_tokens
     constants = [
@@ -305,11 +310,12 @@ def _scattered_launch(
         *value_strides,
         *out_strides,
         scale_stride,
+        head_group,
         divisor(block_size),
     ]
     kernel = loader.load(KERNEL, key.device.index)
     entry = f"gather_{form}_{_conversion(key_cache, key) or size}"
-    return kernel.prepare(entry, blocks, threads, _SCATTERED_POINTERS, constants, comes_early=form == "classic")
+    return kernel.prepare(entry, blocks, threads, _SLOTS_POINTERS, constants, comes_early=form == "classic")
 
 
 def divisor(number: int) -> int:

@@ -133,6 +133,7 @@ class Launch:
         attributes = ctypes.addressof(_COMES_EARLY) if comes_early else None
         self._config = _Config(blocks, 1, 1, threads, 1, 1, 0, None, attributes, int(comes_early))
         self._struct = (ctypes.c_longlong * (num_pointers + len(constants)))(*[0] * num_pointers, *constants)
+        self._num_pointers = num_pointers
         self._threads = threading.local()
 
     def __call__(self, *pointers: int) -> None:
@@ -155,6 +156,7 @@ class Launch:
         if not driver.ctxGetCurrent():  # a thread that has not used a GPU yet
             runtime.setDevice(device)
         config, struct = _Config.from_buffer_copy(self._config), type(self._struct).from_buffer_copy(self._struct)
+        first = slice(self._num_pointers)
         parameters = ctypes.c_void_p(ctypes.addressof(struct))
         config_at, parameters_at = ctypes.addressof(config), ctypes.addressof(parameters)
         current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
@@ -165,7 +167,7 @@ class Launch:
                 with torch.cuda.device(device):
                     launch(*pointers)
                 return
-            struct[: len(pointers)] = pointers  # type: ignore[call-overload]  # takes any sequence
+            struct[first] = pointers  # type: ignore[call-overload]  # takes any sequence
             config.stream = current_stream(device)
             # The driver copies the struct before it returns. A RawKernel's call takes twice the time of this.
             error = cu_launch(config_at, handle, parameters_at, None)
