@@ -231,6 +231,7 @@ def test_classic_layout_of_many_tokens(pattern: Callable[..., torch.Tensor]) -> 
     check(slots_call(*caches, pattern(2048, 256, 8, seeded())))
     caches = make_classic("dense", 64, 32, 7, 64, torch.bfloat16, seeded())
     check(slots_call(*caches, pattern(5001, 64, 32, seeded())))
+    check(slots_call(*caches, pattern(16_389, 64, 32, seeded()), "sliced"))
 
 
 # ---- fp8 to 16 bits -------------------------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ def forget_plans() -> None:
     """As in a new process: no launch is planned."""
     plan_slots.cache_clear()
     plan_table.cache_clear()
-    gather._LAST.slots = gather._LAST.table = None
+    gather._LAST.slots = gather._LAST.table = gather._LastCall()
 
 
 # ---- What must come out ---------------------------------------------------------------------------------------------

@@ -100,17 +100,19 @@ class Prepared:
         form = _ENTRY.fullmatch(entry)
         assert form is not None
         names = members("ScatteredArgs" if form["form"] else "PagedArgs")
-        assert list(names.values()) == [True] * num_pointers + [False] * len(constants)
         self.entry, self.blocks, self.threads = entry, blocks, threads
         self.constants = dict(zip(list(names)[num_pointers:], constants, strict=True))
         self._gpu, self._form, self._pointers = gpu, form, list(names)[:num_pointers]
+        for name, is_pointer in names.items():
+            assert name in self._pointers or not is_pointer or self.constants[name] == 0
+            assert name in self.constants or is_pointer
         for name, value in self.constants.items():
             assert -(2**63) <= value < 2**63, name
 
     def __call__(self, *pointers: int) -> None:
         """Run, on the memory of the call."""
         self._gpu.launched.append(self.entry)
-        given = dict.fromkeys(self._pointers, 0) | dict(zip(self._pointers[: len(pointers)], pointers, strict=True))
+        given = dict(zip(self._pointers, pointers, strict=True))
         run = _run_scattered if self._form["form"] else _run_paged
         run(self._form, self, SimpleNamespace(**given, **self.constants), Memory(self._gpu.call))
 

@@ -406,6 +406,11 @@ def test_a_refused_call_is_refused_after_one_like_it_too(gpu: Gpu) -> None:
         check(gpu, copied(batch))
         with pytest.raises(ValueError, match=next(iter(changed)).removesuffix("_cache")):
             run(batch | changed)
+    apart = table_call(cache, cache, [3], [5], seeded())
+    for name in ("value", "value_cache"):
+        check(gpu, copied(apart))
+        with pytest.raises(ValueError, match=f"^{name} is None"):
+            run(apart | {name: None})
 
 
 def form(*shape: int, dtype: torch.dtype = torch.half, strides: tuple[int, ...] | None = None) -> Form:
@@ -443,6 +448,8 @@ def test_sizes_above_4_gib_are_told_in_full(tokens: int, impl: str, gpu: Gpu) ->
         strides = [stride for name, stride in told.items() if name.endswith("block_stride")]
         assert set(strides) == {cache.strides[0] * 2}
         assert told.get("num_slots", told.get("num_blocks", 0) * 16) == pages * 16
+        if gpu.prepared[-1].entry.startswith("gather_classic"):
+            assert gpu.prepared[-1].blocks == -(-tokens // 8) * -(-8 // told["head_group"])
 
 
 def test_constants_are_those_of_the_source() -> None:

@@ -257,13 +257,11 @@ def test_launch_passes_the_arguments_as_one_struct_on_torchs_stream(gpu: SimpleN
     gpu.devices.clear()
     launch(2**63 - 1, 7)
     launch(0, 2**47)
-    launch(9)  # of the others nothing is known
     handle, grid = hash("gather_elements_4"), (5, 1, 1, 256, 1, 1)
-    assert gpu.launches[:2] == [
+    assert gpu.launches == [
         Launched(handle, grid, 0, 70, EARLY, [2**63 - 1, 7, -3, 2**40, -(2**62)]),
         Launched(handle, grid, 0, 70, EARLY, [0, 2**47, -3, 2**40, -(2**62)]),
     ]
-    assert gpu.launches[2].arguments[::2] == [9, -3, -(2**62)]
     assert gpu.devices == []
 
 
