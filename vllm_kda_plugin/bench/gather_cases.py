@@ -85,6 +85,9 @@ def cases(on_cpu: bool, num_tokens: Sequence[int] | None) -> Iterator[Case]:
         yield old("NHD, random slots", "NHD", "slots", tokens)
         yield old("classic, random slots", "classic", "slots", tokens)
         yield old("classic, whole pages", "classic", "pages", tokens)
+    if not num_tokens:
+        for tokens in sizes[:-1]:
+            yield Case("packed", "packed", "table", tokens, 16)
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     for tokens in num_tokens or sizes[-1:]:
         for layout in get_args(PagedLayout):
