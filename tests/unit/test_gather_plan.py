@@ -281,13 +281,16 @@ def test_debug_mode_names_what_is_wrong(gpu: Gpu, monkeypatch: pytest.MonkeyPatc
     for checks in (False, True):
         monkeypatch.setattr(gather, "_CHECK", checks)
         forget_plans()
-        gpu.launched.clear()
-        for call, message in ((slots, "slot_mapping contains 12"), (bad, "block_table names block 3")):
-            gpu.call = call
+        for good, wrong, message in (
+            (slots | {"slot_mapping": torch.tensor([3, 11])}, slots, "slot_mapping contains 12"),
+            (table, bad, "block_table names block 3"),
+        ):
+            assert check(gpu, good)
+            gpu.call = wrong
+            gpu.launched.clear()
             with pytest.raises(ValueError, match=message) if checks else contextlib.nullcontext():
-                run(call)
-        assert len(gpu.launched) == (0 if checks else 2)
-    assert check(gpu, table)
+                run(wrong)
+            assert len(gpu.launched) == (0 if checks else 1)
 
 
 # ---- Plans ----------------------------------------------------------------------------------------------------------
@@ -301,6 +304,21 @@ def test_nothing_is_loaded_or_launched_for_no_tokens(gpu: Gpu, monkeypatch: pyte
     assert not check(gpu, slots_call(*make_classic("dense", 3, 8, 2, 8, torch.half, seeded()), torch.empty(0).int()))
     assert not check(gpu, table_call(*caches, [], [], seeded()))
     assert not check(gpu, table_call(*caches, [0], [0], seeded(), spare_rows=0))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2, 8), (3, 0, 2, 8)], ids=str)
+def test_caches_without_a_token_are_not_read(shape: tuple[int, int, int, int], gpu: Gpu) -> None:
+    cache = torch.empty(shape, dtype=torch.half)
+    slots = slots_call(cache, cache, torch.tensor([0, -1, 7]))
+    any_cache = make_cache("LBNHC", 3, 4, 2, 8, torch.half, seeded())
+    table = table_call(any_cache, any_cache, [0], [5], seeded()) | {"key_cache": cache, "value_cache": cache}
+    for call in (slots, table):
+        gpu.call = call
+        before = copied(call)
+        run(call)
+        assert not mismatch(call, before)
+    run(slots, impl="reference")
+    assert not gpu.launched
 
 
 def test_one_plan_serves_every_layer(gpu: Gpu) -> None:
@@ -367,11 +385,16 @@ def test_a_call_that_is_not_like_the_last_is_not_taken_for_it(gpu: Gpu) -> None:
         table_call(e4m3, None, [0, 3], [5, 2], seeded(), dtype=torch.half, scales={"k_scale": one, "v_scale": one}),
         table_call(e4m3, e4m3, [0, 3], [5, 2], seeded(), dtype=torch.half, scales={"k_scale": one, "v_scale": one}),
     ]
+    alone = []
+    for call in calls:
+        forget_plans()
+        alone.append(check(gpu, copied(call)))
     for index in torch.randint(0, len(calls), (300,), generator=seeded()).tolist():
         for _ in range(index % 3 + 1):
-            check(gpu, copied(calls[index]))
+            assert check(gpu, copied(calls[index])) == alone[index]
         if "slot_mapping" in calls[index]:
-            check(gpu, copied(calls[index]), impl="reference")
+            [entry] = check(gpu, copied(calls[index]), impl="reference")
+            assert entry.startswith("gather_elements")
     with torch.inference_mode():
         for call in calls:
             check(gpu, copied(call))
@@ -400,17 +423,25 @@ def test_a_refused_call_is_refused_after_one_like_it_too(gpu: Gpu) -> None:
     for changed in ({"slot_mapping": torch.tensor([3.0, 7.0])}, {"value": call["value"].float()}, {"impl": "fast"}):
         check(gpu, copied(call))
         with pytest.raises(ValueError, match=next(iter(changed))):
-            run(call | changed)
+            run(copied(call) | changed)
     batch = table_call(cache, None, [3], [5], seeded())
     for changed in ({"seq_starts": torch.tensor([3])}, {"value_cache": cache}, {"k_scale": torch.ones(1)}):
         check(gpu, copied(batch))
         with pytest.raises(ValueError, match=next(iter(changed)).removesuffix("_cache")):
-            run(batch | changed)
+            run(copied(batch) | changed)
+    fp8 = make_cache("LBNHC", 3, 4, 2, 8, torch.float8_e5m2, seeded())
+    scales: Scales = {"k_scale": torch.ones(2), "v_scale": torch.ones(2)}
+    dequantized = slots_call(fp8, fp8, torch.tensor([3, 7]), dtype=torch.half, scales=scales)
+    for name in scales:
+        for scale in (torch.ones(1), torch.ones(3), torch.ones(2).double(), torch.ones(4)[::2]):
+            check(gpu, copied(dequantized))
+            with pytest.raises(ValueError, match=r"^[kv]_scale"):
+                run(copied(dequantized) | {name: scale})
     apart = table_call(cache, cache, [3], [5], seeded())
     for name in ("value", "value_cache"):
         check(gpu, copied(apart))
         with pytest.raises(ValueError, match=f"^{name} is None"):
-            run(apart | {name: None})
+            run(copied(apart) | {name: None})
 
 
 def form(*shape: int, dtype: torch.dtype = torch.half, strides: tuple[int, ...] | None = None) -> Form:
