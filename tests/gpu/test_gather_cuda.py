@@ -97,29 +97,33 @@ def test_random_batches(seed: int) -> None:
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    layout, dtype, pair = LAYOUTS[seed % len(LAYOUTS)], DTYPES[seed % len(DTYPES)], PAIRS[seed % len(PAIRS)]
+    layout, dtype, pair, out = (choices[pick(0, len(choices))] for choices in (LAYOUTS, DTYPES, PAIRS, OUTS))
     num_blocks, block_size = pick(1, 40), pick(1, 70)
-    caches = make_pair(pair, layout, num_blocks, block_size, pick(1, 9), pick(1, 130), dtype, generator)
+    head_size = 8 * pick(1, 33) if pick(0, 2) else pick(1, 130)
+    caches = make_pair(pair, layout, num_blocks, block_size, pick(1, 9), head_size, dtype, generator)
     num_reqs = pick(1, 300)
     starts, lens = ([pick(0, 60) for _ in range(num_reqs)] for _ in range(2))
-    check(table_call(*caches, starts, lens, generator, OUTS[seed // 4 % 4], spare_rows=pick(0, 2000)))
+    check(table_call(*caches, starts, lens, generator, out, spare_rows=pick(0, 2000)))
     if caches[1] is not None:
-        slots = some_bad(random_slots(pick(0, 9000), num_blocks * block_size, INDICES[seed % 2], generator))
-        check(slots_call(caches[0], caches[1], slots, OUTS[seed // 4 % 4]))
+        slots = some_bad(random_slots(pick(0, 9000), num_blocks * block_size, INDICES[pick(0, 2)], generator))
+        check(slots_call(caches[0], caches[1], slots, out))
 
 
-@pytest.mark.parametrize("pair", ["packed", "apart"])
-@pytest.mark.parametrize(("num_reqs", "length"), [(4096, 17), (1, 70_001), (3000, 1), (1000, 0)])
-def test_many_short_requests_and_one_long_one(num_reqs: int, length: int, pair: str) -> None:
-    caches = make_pair(pair, "LBNHC", 997, 16, 2, 64, torch.bfloat16, seeded())
+@pytest.mark.parametrize(("pair", "num_heads", "head_size"), [("packed", 2, 64), ("packed", 8, 128), ("apart", 6, 192)])
+@pytest.mark.parametrize(("num_reqs", "length"), [(4096, 17), (1, 70_001), (3000, 1), (33, 40), (1000, 0)])
+def test_many_short_requests_and_one_long_one(
+    num_reqs: int, length: int, pair: str, num_heads: int, head_size: int
+) -> None:
+    caches = make_pair(pair, "LBNHC", 499, 16, num_heads, head_size, torch.bfloat16, seeded())
     check(table_call(*caches, [i % 31 for i in range(num_reqs)], [length] * num_reqs, seeded()))
 
 
 @pytest.mark.parametrize("spread", [1, 3, 63, 1000])
 def test_empty_requests_between_others(spread: int) -> None:
     lens = [5 * (request % spread == 0) for request in range(2000)]
-    caches = make_pair("packed", "LBNHC", 99, 16, 2, 64, torch.bfloat16, seeded())
-    check(table_call(*caches, [i % 31 for i in range(2000)], lens, seeded()))
+    for num_heads in (2, 16):
+        caches = make_pair("packed", "LBNHC", 99, 16, num_heads, 64, torch.bfloat16, seeded())
+        check(table_call(*caches, [i % 31 for i in range(2000)], lens, seeded()))
 
 
 def test_no_request_and_no_row() -> None:
@@ -249,10 +253,11 @@ SCALES: dict[str, Scales] = {
 @pytest.mark.parametrize("fp8", FP8, ids=str)
 def test_dequantized(fp8: torch.dtype, wide: torch.dtype, scales: Scales) -> None:
     for index, layout in enumerate(LAYOUTS):
-        for block_size, head_size in ((16, 128), (5, 8), (12, 20), (1, 7)):
+        for block_size, head_size in ((16, 128), (16, 1000), (5, 8), (12, 20), (1, 7)):
             pair, out = PAIRS[index % 4], OUTS[(index + block_size) % 4]
             caches = make_pair(pair, layout, 7, block_size, 3, head_size, fp8, seeded(index))
-            check(table_call(*caches, [3, 0, 9], [40, 0, 1], seeded(1), out, dtype=wide, scales=scales))
+            for starts, lens in (([3, 0, 9], [40, 0, 1]), ([5] * 40, [2] * 40)):
+                check(table_call(*caches, starts, lens, seeded(1), out, dtype=wide, scales=scales))
             key_cache, value_cache = make_pair(PAIRS[1 + index % 3], layout, 7, block_size, 3, head_size, fp8, seeded())
             assert value_cache is not None
             slots = some_bad(random_slots(50, 7 * block_size, INDICES[index % 2], seeded(2)))

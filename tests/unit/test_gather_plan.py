@@ -197,6 +197,7 @@ def test_dequantized(fp8: torch.dtype, wide: torch.dtype, scales: Scales, gpu: G
     name = f"{str(fp8).split('_')[1].removesuffix('fn')}_{str(wide).removeprefix('torch.')}"
     for layout, head_size, aligned in (
         ("LBNHC", 64, True),
+        ("LBNHC", 192, True),
         ("LHBNC", 8, True),
         ("LBNHC", 12, False),
         ("odd padding", 8, False),
@@ -219,6 +220,33 @@ def test_dequantized(fp8: torch.dtype, wide: torch.dtype, scales: Scales, gpu: G
         form = "classic" if layout in ALIGNED_CLASSIC else "elements"
         assert check(gpu, call) == [f"gather_{form}_{name}"]
         assert check(gpu, call, impl="reference") == [f"gather_elements_{name}"]
+
+
+def test_every_kernel_is_launched_for_something(gpu: Gpu) -> None:
+    slots = torch.tensor([3, 11, 0, -1, 7])
+
+    def paged(width: int, cache_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+        caches = [make_cache("LBNHC", 3, 4, 1, width, cache_dtype, seeded(seed)) for seed in range(2)]
+        check(gpu, slots_call(caches[0], caches[1], slots, dtype=out_dtype))
+        for num_reqs in (1, 40):
+            check(gpu, table_call(caches[0], caches[1], [3] * num_reqs, [2] * num_reqs, seeded(), dtype=out_dtype))
+
+    def scattered(cache_dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+        caches = make_classic("dense", 3, 16, 1, 16, cache_dtype, seeded())
+        for impl in ("auto", "reference"):
+            check(gpu, slots_call(*caches, slots, dtype=out_dtype), impl=impl)
+
+    for width in (1, 2, 4, 8, 16, 2048):
+        paged(width, torch.uint8, torch.uint8)
+    for dtype in (torch.uint8, torch.half, torch.float32):
+        scattered(dtype, dtype)
+    for fp8 in FP8:
+        for wide in WIDE:
+            scattered(fp8, wide)
+            for width in (7, 8, 1024):
+                paged(width, fp8, wide)
+    # Slots need no search, for which the more loads of a thread are.
+    assert {*gpu.entries, "gather_slots_wide_16_4"} == set(loader.KERNELS[gather_plan.KERNEL])
 
 
 # ---- What is not in the cache ---------------------------------------------------------------------------------------
