@@ -610,20 +610,20 @@ __device__ __forceinline__ void gather_elements(const ScatteredArgs& a) {
 
 // ---- Entry points: as kernels/loader.py lists them -------------------------------------------------------------------
 
-#define PAGED(SHAPE, NAME, CONVERT, LOADS)                                                                             \
-  extern "C" __global__ void gather_slots_##SHAPE##_##NAME##_##LOADS(const PagedArgs a) {                              \
-    gather_##SHAPE<CONVERT, false, LOADS>(a);                                                                          \
-  }                                                                                                                    \
-  extern "C" __global__ void gather_table_##SHAPE##_##NAME##_##LOADS(const PagedArgs a) {                              \
-    gather_##SHAPE<CONVERT, true, LOADS>(a);                                                                           \
+#define FROM(SOURCE, IS_TABLE, SHAPE, NAME, CONVERT, LOADS)                                                            \
+  extern "C" __global__ void gather_##SOURCE##_##SHAPE##_##NAME##_##LOADS(const PagedArgs a) {                         \
+    gather_##SHAPE<CONVERT, IS_TABLE, LOADS>(a);                                                                       \
   }
+#define PAGED(SHAPE, NAME, CONVERT, LOADS)         \
+  FROM(slots, false, SHAPE, NAME, CONVERT, LOADS)  \
+  FROM(table, true, SHAPE, NAME, CONVERT, LOADS)
 #define SCATTERED(NAME, CONVERT)                                                                                       \
   extern "C" __global__ void gather_classic_##NAME(const ScatteredArgs a) { gather_classic<CONVERT>(a); }              \
   extern "C" __global__ void gather_elements_##NAME(const ScatteredArgs a) { gather_elements<CONVERT>(a); }
 
 // Copies, by the bytes of a vector or an element: addresses, strides and runs must be multiples of it.
 PAGED(wide, 16, Copy<uint4>, 2)
-PAGED(wide, 16, Copy<uint4>, 4)
+FROM(table, true, wide, 16, Copy<uint4>, 4)  // many requests
 PAGED(narrow, 16, Copy<uint4>, 4)
 PAGED(narrow, 8, Copy<uint2>, 4)
 PAGED(narrow, 4, Copy<unsigned int>, 4)

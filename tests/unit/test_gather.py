@@ -588,6 +588,10 @@ def bad_scales(good: Call) -> Bad:
             {"v_scale": scale(1, 2, 3)},
             r"v_scale is torch.float32 \[3\] .*must be torch.float32 \[1\] or \[2",
         ),
+        "rank": (
+            {"v_scale": scale(1)[None]},
+            r"v_scale is torch.float32 \[1, 1\] .*must be torch.float32 \[1\] or \[2",
+        ),
         "strides": (
             {"k_scale": scale(1, 2, 3)[::2]},
             r"k_scale is .*strides \(2,\), must be .*\[2\] with stride 1",

@@ -225,18 +225,17 @@ def _paged_launch(
     block_stride, token_stride, run_stride, _ = cache.byte_strides
     out_token_stride, out_run_stride, _ = out.byte_strides
     runs, run_bytes, out_run_bytes = num_heads, width * cache.dtype.itemsize, width * out.dtype.itemsize
-    strides = block_stride, token_stride, run_stride
-    out_strides = out_token_stride, out_run_stride
     conversion = _conversion(cache, out)
+    heads_are_one_run = num_heads == 1 or (run_stride == run_bytes and out_run_stride == out_run_bytes)
+    if heads_are_one_run and not conversion:  # which needs to know the head, for its scale
+        runs, run_bytes, run_stride, out_run_stride = 1, num_heads * run_bytes, 0, 0
+    cache_step = math.gcd(cache_alignment, run_bytes, block_stride, token_stride, run_stride)
+    out_step = math.gcd(out_alignment, out_token_stride, out_run_stride)
     if conversion:
-        cache_step, out_step = math.gcd(run_bytes, cache_alignment, *strides), math.gcd(out_alignment, *out_strides)
         vector = 8 if cache_step % 8 == 0 and out_step % 16 == 0 else 1
         name = f"{conversion}_{vector}"
     else:
-        if num_heads == 1 or (run_stride == run_bytes and out_run_stride == out_run_bytes):
-            # All heads of a token lie in one run.
-            runs, run_bytes, run_stride, out_run_stride = 1, num_heads * run_bytes, 0, 0
-        vector = math.gcd(16, run_bytes, out_alignment, cache_alignment, *strides, *out_strides)
+        vector = math.gcd(16, cache_step, out_step)
         name = str(vector)
     run_vecs = run_bytes // vector
     token_vecs = num_planes * runs * run_vecs
@@ -415,7 +414,7 @@ def _check_scales(key: Form, cache: Form, num_heads: int, k_scale: Form | None, 
         if key.dtype == cache.dtype:
             raise refused(name, f"is given, but {cache.dtype} is copied as it is", "None")
         a_head = scale.shape == (num_heads,) and (scale.strides == (1,) or num_heads == 1)
-        if scale.dtype != torch.float32 or not (math.prod(scale.shape) == 1 or a_head):
+        if scale.dtype != torch.float32 or not (scale.shape in ((), (1,)) or a_head):
             found = f"is {scale.dtype} {list(scale.shape)} with strides {scale.strides}"
             raise refused(name, found, f"torch.float32 [1] or [{num_heads}] with stride 1")
         _check_device(name, scale, key)
