@@ -1,0 +1,1 @@
+"""Kimi Delta Attention: its mathematics in torch."""
