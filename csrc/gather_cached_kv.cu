@@ -34,14 +34,16 @@ __device__ __forceinline__ long long divide(long long number, Divisor by, long l
 }
 
 __device__ __forceinline__ long long read_slot(const void* slots, bool slots_are_64_bit, long long row) {
-  return slots_are_64_bit ? __ldg(static_cast<const long long*>(slots) + row) : __ldg(static_cast<const int*>(slots) + row);
+  return slots_are_64_bit ? static_cast<const long long*>(slots)[row] : static_cast<const int*>(slots)[row];
 }
 
 __device__ __forceinline__ float read_scale(const float* scales, long long stride, long long head) {
-  return scales == nullptr ? 1.0f : __ldg(scales + head * stride);
+  return scales == nullptr ? 1.0f : scales[head * stride];
 }
 
-// A kernel may be launched while the one before it in the stream still runs, and touches memory only after this.
+// A kernel may be launched while the one before it in the stream still runs, and touches memory only after this. What it
+// then reads must not be read by __ldg: such loads are for memory that nobody writes, and ptxas moves them up past the
+// wait.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -49,10 +51,12 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 }
 
 // Lets the next kernel come as early: when every thread block has ended or said so. Saying so takes time, so only the
-// last ones do, about as many as run at once.
+// last ones do: about as many blocks of 64 threads as an H200 runs at once. Another number is as right.
+constexpr unsigned kLastBlocks = 4096;
+
 __device__ __forceinline__ void let_next_kernel_come() {
 #if __CUDA_ARCH__ >= 900
-  if (gridDim.x - blockIdx.x <= 4096) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (gridDim.x - blockIdx.x <= kLastBlocks) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
@@ -117,6 +121,11 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
   return out;
 }
 
+// Whether products of fp8 numbers, of 4 bits or fewer, with this scale are rounded in fp32 at all.
+__device__ __forceinline__ bool rounds_in_fp32(float scale) {
+  return (__float_as_uint(scale) & 0xfu) != 0 || fabsf(scale) < 0x1p-100f;
+}
+
 // Whether rounding a product that was rounded to fp32 already may go astray: where it lies halfway between two numbers
 // of the result, or is too small for the result to have all its bits.
 template <Wide kWide>
@@ -140,7 +149,7 @@ __device__ __forceinline__ void dequantize(const unsigned short* pairs, float sc
     care |= needs_care<kWide>(low_product) || needs_care<kWide>(high_product);
     out[i] = pack<kWide>(low_product, high_product);
   }
-  if (care) {
+  if (care && rounds_in_fp32(scale)) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       out[i] = pack<kWide>(multiply_to_odd(low[i], scale), multiply_to_odd(high[i], scale));
@@ -228,7 +237,7 @@ __device__ __forceinline__ int find_request(const PagedArgs& a, long long row) {
   int request = 0, above = static_cast<int>(a.num_reqs);
   while (above - request > 1) {
     const int middle = (request + above) >> 1;
-    if (__ldg(a.cu_seqlens_k + middle) <= row) {
+    if (a.cu_seqlens_k[middle] <= row) {
       request = middle;
     } else {
       above = middle;
@@ -243,7 +252,7 @@ __device__ __forceinline__ int find_request_by_warp(const PagedArgs& a, long lon
   while (above - request > 1) {
     const int step = (above - request + kWarp - 1) / kWarp;
     const int probe = request + lane * step;
-    const bool starts_before = probe < above && __ldg(a.cu_seqlens_k + probe) <= row;
+    const bool starts_before = probe < above && a.cu_seqlens_k[probe] <= row;
     const unsigned before = __ballot_sync(kAllLanes, starts_before) | 1;
     request += (31 - __clz(before)) * step;
     above = min(request + step, above);
@@ -253,11 +262,11 @@ __device__ __forceinline__ int find_request_by_warp(const PagedArgs& a, long lon
 
 // Byte offset in either cache of the token that belongs in row `row`, or kNowhere.
 __device__ __forceinline__ long long find_token(const PagedArgs& a, int request, long long row) {
-  const long long position = row - __ldg(a.cu_seqlens_k + request) + __ldg(a.seq_starts + request);
+  const long long position = row - a.cu_seqlens_k[request] + a.seq_starts[request];
   if (position < 0 || position >= a.max_blocks * a.block_size) return kNowhere;
   const long long logical_block = divide(position, a.by_block_size, a.block_size);
   const int* const table = static_cast<const int*>(a.rows) + request * a.table_stride;
-  const long long block = __ldg(table + logical_block);
+  const long long block = table[logical_block];
   if (block < 0 || block >= a.num_blocks) return kNowhere;
   return block * a.block_stride + (position - logical_block * a.block_size) * a.token_stride;
 }
@@ -328,7 +337,7 @@ __device__ __forceinline__ void gather_wide(const PagedArgs& a) {
   long long source;
   if (kTable) {
     source = find_token(a, find_request_by_warp(a, row, threadIdx.x % kWarp), row);
-    if (row >= __ldg(a.cu_seqlens_k + a.num_reqs)) return;
+    if (row >= a.cu_seqlens_k[a.num_reqs]) return;
   } else {
     source = find_slot(a, read_slot(a.rows, a.slots_are_64_bit, row));
   }
@@ -364,7 +373,7 @@ __device__ __forceinline__ void gather_narrow(const PagedArgs& a) {
   wait_for_previous_kernel();
   const unsigned token_vecs = static_cast<unsigned>(a.token_vecs);
   long long num_rows = a.num_rows;
-  if (kTable) num_rows = min(num_rows, static_cast<long long>(__ldg(a.cu_seqlens_k + a.num_reqs)));
+  if (kTable) num_rows = min(num_rows, static_cast<long long>(a.cu_seqlens_k[a.num_reqs]));
   const long long vecs = num_rows * token_vecs;
   const long long tile = static_cast<long long>(blockIdx.x) * kTile;
   if (tile >= vecs) return;
@@ -520,7 +529,7 @@ __device__ __forceinline__ void gather_classic(const ScatteredArgs& a) {
 #pragma unroll
         for (unsigned i = 0; i < kKeyLoads; ++i) {
           if (head + i < heads) {
-            chunks[i] = __ldg(reinterpret_cast<const uint4*>(chunk_from + (head + i) * a.key_head_stride));
+            chunks[i] = *reinterpret_cast<const uint4*>(chunk_from + (head + i) * a.key_head_stride);
           }
         }
 #pragma unroll
@@ -559,7 +568,7 @@ __device__ __forceinline__ void gather_classic(const ScatteredArgs& a) {
 #pragma unroll
       for (unsigned i = 0; i < kValueLoads; ++i) {
         if (dim + i * kWarp < head_size) {
-          chunks[i] = __ldg(reinterpret_cast<const uint4*>(from + (dim + i * kWarp) * a.value_dim_stride));
+          chunks[i] = *reinterpret_cast<const uint4*>(from + (dim + i * kWarp) * a.value_dim_stride);
         }
       }
       for (unsigned t = first; t < end; ++t) {

@@ -53,8 +53,11 @@ def _demo() -> int:
 
 
 def _bench_gather(json: Path | None, plot: Path | None, num_tokens: Sequence[int] | None) -> int:
-    from vllm_kda_plugin.bench import gather
-
+    try:
+        from vllm_kda_plugin.bench import gather
+    except (ImportError, ValueError) as error:  # no torch, or a wrong VLLM_KDA_CHECK
+        print(error, file=sys.stderr)
+        return 1
     return gather.run(json, plot, num_tokens)
 
 

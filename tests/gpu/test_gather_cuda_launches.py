@@ -154,6 +154,44 @@ def test_a_gather_sees_what_the_one_before_wrote_and_is_seen_by_the_next_kernel(
     assert torch.equal(lap, want_lap)
 
 
+WRITE_LATE = r"""
+extern "C" __global__ void write_late(int* to, const int* from, int count) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (const long long begin = clock64(); clock64() - begin < 200000;) {}  // 0.1 ms
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
+}"""
+
+
+def test_a_gather_waits_for_a_kernel_that_lets_it_come_early() -> None:
+    """What it is told, and what it copies, is written last by the kernel before it."""
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("needs Hopper or later")
+    import cupy
+
+    write = cupy.RawKernel(WRITE_LATE, "write_late")
+    for call in calls():
+        wanted = copied(call)
+        run(wanted, impl="torch")
+        moved = copied(call, "cuda")
+        run(moved)  # loads the kernel, and remembers the call
+        for name, tensor in moved.items():
+            if not isinstance(tensor, torch.Tensor) or name in ("key", "value", "k_scale", "v_scale"):
+                continue
+            words = memory(tensor)
+            words = words[: len(words) // 4 * 4].view(torch.int32)
+            right = words.clone()
+            for out in ("key", "value"):
+                if moved[out] is not None:
+                    memory(moved[out]).fill_(POISON)
+            words.zero_()
+            torch.cuda.synchronize()
+            with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
+                write((1,), (256,), (words.data_ptr(), right.data_ptr(), cupy.int32(len(words))))
+            run(moved)
+            torch.cuda.synchronize()
+            assert not mismatch(moved, wanted, "key", "value"), name
+
+
 def test_table_in_a_cuda_graph_with_new_tables_at_each_replay(origin: str) -> None:
     caches = make_pair("packed", "LBNHC", 50, 16, 4, 64, torch.bfloat16, seeded())
     static = copied(table_call(*caches, [0, 0, 0], [200, 200, 200], seeded()), "cuda")

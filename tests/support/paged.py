@@ -21,8 +21,8 @@ LAYOUTS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "padded", "odd padding",
 PAIRS = ("packed", "halves", "apart", "unlike")
 """K and V in one tensor, as views of the halves of one, in a cache each, and in caches of different layouts."""
 
-CLASSIC_LAYOUTS = ("dense", "padded", "dims apart", "off by one", "tokens apart")
-"""The last two are not aligned, or not dense enough, to be read 16 bytes at a time."""
+CLASSIC_LAYOUTS = ("dense", "padded", "dims apart", "off by one", "tokens apart", "tokens alike")
+"""The last three are not aligned, or not dense enough, to be read 16 bytes at a time."""
 
 OUTS = ("dense", "sliced", "off by one", "gaps")
 """Outputs: a tensor each; slices of a ``[num_tokens, 3, num_heads, head_size]`` one; misaligned; a gap after a head."""
@@ -136,6 +136,9 @@ def make_classic(
     if layout == "tokens apart":
         key = random_bytes((*key_shape[:3], 2 * block_size, x), dtype, generator)[..., 1::2, :]
         return key, random_bytes((*value_shape[:3], 2 * block_size), dtype, generator)[..., ::2]
+    if layout == "tokens alike":  # V is expanded: all tokens of a page are one
+        value = random_bytes((*value_shape[:3], x), dtype, generator)[..., :1].expand(value_shape)
+        return random_bytes(key_shape, dtype, generator), value
     raise ValueError(layout)
 
 
@@ -260,7 +263,7 @@ def forget_plans() -> None:
     """As in a new process: no launch is planned."""
     plan_slots.cache_clear()
     plan_table.cache_clear()
-    gather._LAST.slots = gather._LAST.table = gather._LastCall()
+    gather._LAST.slots = gather._LAST.table = gather._NO_CALL
 
 
 # ---- What must come out ---------------------------------------------------------------------------------------------

@@ -468,11 +468,11 @@ def bad_tables(good: Call) -> Bad:
         ),
         "a block below": (
             {"block_table": torch.tensor([[0, 1, -1, -1], [2, -1, -1, -1]]).int()},
-            r"block_table names block -1 for row 8 of the output \(request 1\), must be blocks 0 to 5",
+            r"block_table names block -1 for row 8 of the output \(request 1\), must be a block from 0 to 5",
         ),
         "a block above": (
             {"block_table": torch.tensor([[0, 6, -1, -1], [2, -1, -1, -1]]).int()},
-            r"block_table names block 6 for row 4 of the output \(request 0\), must be blocks 0 to 5",
+            r"block_table names block 6 for row 4 of the output \(request 0\), must be a block from 0 to 5",
         ),
         "dtype of cu_seqlens_k": (
             {"cu_seqlens_k": good["cu_seqlens_k"].float()},
@@ -530,7 +530,7 @@ def bad_slots(good: Call) -> Bad:
         ),
         "a slot below -1": (
             {"slot_mapping": torch.tensor([0, -1, 23, -2, 1]).int()},
-            r"slot_mapping contains -2 at row 3 \(and 0 more such\)",
+            r"slot_mapping contains -2 at row 3,",
         ),
     }
 
@@ -631,3 +631,40 @@ def test_debug_mode_is_read_from_the_environment() -> None:
     env = {**os.environ, "VLLM_KDA_CHECK": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+@pytest.mark.parametrize("name", ["key", "value", "key_cache", "value_cache", "slot_mapping", "v_scale"])
+@pytest.mark.parametrize("found", [[1.0], 0.5, "tensor"], ids=["list", "float", "str"])
+def test_no_tensor_for_slots_is_named(name: str, found: object) -> None:
+    cache = make_cache("LBNHC", 3, 4, 2, 8, torch.half, seeded())
+    call = slots_call(cache, cache, torch.tensor([3, 7])) | {name: found}
+    with pytest.raises(ValueError, match=f"^{name} is a {type(found).__name__}, must be a tensor$"):
+        run(call)
+
+
+@pytest.mark.parametrize("name", ["key", "key_cache", "block_table", "cu_seqlens_k", "seq_starts", "k_scale", "value"])
+def test_no_tensor_for_a_table_is_named(name: str) -> None:
+    cache = make_cache("LBNHC", 3, 4, 2, 8, torch.half, seeded())
+    call = table_call(cache, cache.clone(), [3], [5], seeded()) | {name: (3, 4)}
+    with pytest.raises(ValueError, match=f"^{name} is a tuple, must be a tensor$"):
+        run(call)
+
+
+def test_empty_caches_are_named() -> None:
+    cache = torch.empty(0, 4, 2, 8)
+    with pytest.raises(
+        ValueError, match=r"slot_mapping contains 3 at row 0, must be -1 as the cache is empty to leave"
+    ):
+        run(slots_call(cache, cache, torch.tensor([3])))
+    no_tokens = torch.empty(5, 0, 2, 8)
+    with pytest.raises(ValueError, match=r"key_cache has shape \[5, 0, 2, 8\], must be of at least one token a block"):
+        run(
+            table_call(cache, cache, [], [], seeded())
+            | {
+                "key_cache": no_tokens,
+                "value_cache": no_tokens,
+                "block_table": torch.zeros(1, 2, dtype=torch.int32),
+                "cu_seqlens_k": torch.tensor([0, 0]).int(),
+                "seq_starts": torch.tensor([0]).int(),
+            }
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ from tests.support.paged import (
     slots_call,
     table_call,
 )
-from tests.support.simulator import Gpu, constant
+from tests.support.simulator import SOURCE, Gpu, constant
 from vllm_kda_plugin.kernels import gather, gather_plan, loader
 from vllm_kda_plugin.kernels.gather_plan import Form, Plan, divisor, plan_slots, plan_table
 
@@ -470,6 +471,38 @@ def test_a_refused_call_is_refused_after_one_like_it_too(gpu: Gpu) -> None:
         check(gpu, copied(apart))
         with pytest.raises(ValueError, match=f"^{name} is None"):
             run(copied(apart) | {name: None})
+
+
+def test_packed_with_scales_is_not_taken_for_k_and_v_apart(gpu: Gpu) -> None:
+    """Both have seven tensors, and nothing else tells the last two from each other."""
+    fp8 = make_cache("LBNHC", 3, 4, 2, 16, torch.float8_e5m2, seeded())
+    scales: Scales = {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}
+    packed = table_call(fp8, None, [3], [5], seeded(), dtype=torch.half, scales=scales)
+    check(gpu, copied(packed))
+    wrong = {"value": torch.ones(1), "value_cache": torch.ones(1), "k_scale": None, "v_scale": None}
+    with pytest.raises(ValueError, match=r"^value has shape"):
+        run(copied(packed) | wrong)
+    cache = make_cache("LBNHC", 3, 4, 2, 16, torch.half, seeded())
+    apart = table_call(cache, cache.clone(), [3], [5], seeded())
+    check(gpu, copied(apart))
+    wrong = {"value": None, "value_cache": None, "k_scale": apart["value"], "v_scale": apart["value_cache"]}
+    with pytest.raises(ValueError, match=r"^k_scale is given, but torch.float16 is copied"):
+        run(copied(apart) | wrong)
+
+
+def test_kernels_that_come_early_wait_before_they_read() -> None:
+    """And read nothing by __ldg, which ptxas moves up past the wait."""
+    code = SOURCE.replace("__device__ __forceinline__", "")
+    functions = dict(re.findall(r"void (gather_\w+)\(const \w+& a\) \{\n(.*?)\n\}\n", code, re.DOTALL))
+    assert set(functions) == {"gather_wide", "gather_narrow", "gather_classic", "gather_elements"}
+    assert "__ldg" in functions.pop("gather_elements")
+    for body in functions.values():
+        before, wait, _ = body.partition("wait_for_previous_kernel();")
+        assert wait
+        reads = re.findall(r"read_slot|read_scale|find_\w+|place|\w+\[|__ld\w+|return", before)
+        assert set(reads) <= {"sources["}  # declared
+    uses = [line for line in SOURCE.splitlines() if "__ldg(" in line]
+    assert len(uses) == 2
 
 
 def form(*shape: int, dtype: torch.dtype = torch.half, strides: tuple[int, ...] | None = None) -> Form:

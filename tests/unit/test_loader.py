@@ -137,7 +137,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         yield
         fake.current = before
 
-    runtime = SimpleNamespace(setDevice=fake.devices.append)
+    def set_device(index: int) -> None:
+        fake.devices.append(index)
+        fake.current = index
+
+    runtime = SimpleNamespace(setDevice=set_device)
     driver = SimpleNamespace(ctxGetCurrent=lambda: fake.context, CUDADriverError=CudaError)
     monkeypatch.setitem(
         sys.modules, "cupy", SimpleNamespace(RawModule=FakeModule, cuda=SimpleNamespace(runtime=runtime))
@@ -302,6 +306,22 @@ def test_a_thread_without_a_context_gets_one_before_it_launches(gpu: SimpleNames
     gpu.context = 0
     launch(1)
     assert gpu.devices == [0]
+
+
+def test_a_thread_without_a_context_keeps_its_device(gpu: SimpleNamespace) -> None:
+    launch = loader.load(NAME, 1).prepare("gather_elements_4", 7, 64, 2, [5, 6, 7])
+    gpu.context, gpu.current, gpu.devices = 0, 0, []
+    launch(8, 9)
+    assert gpu.current == 0
+    assert gpu.devices == []  # torch.cuda.device makes the context
+    assert gpu.launches[-1].stream == 71
+
+
+def test_more_blocks_than_a_grid_has_are_refused(gpu: SimpleNamespace) -> None:
+    kernel = loader.load(NAME, 0)
+    kernel.prepare("gather_elements_4", 2**31 - 1, 64, 2, [5, 6, 7])
+    with pytest.raises(ValueError, match=r"^gather_elements_4 would need 2,147,483,648 thread blocks"):
+        kernel.prepare("gather_elements_4", 2**31, 64, 2, [5, 6, 7])
 
 
 def test_threads_launching_at_once_do_not_see_each_others_pointers(gpu: SimpleNamespace) -> None:

@@ -147,7 +147,8 @@ def show(report: dict[str, Any]) -> None:
         table.add_row(*(row.get(column, "") for column in columns))
     console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)
     console.print(table)
-    print("TB/s: read and written. Of copy: speed beside the faster of Tensor.copy_ and torch.neg on as many bytes.")
+    print("GB/s above: GiB/s of K and V one way, as in 2023. TB/s: read and written, in powers of 1,000.")
+    print("Of copy: speed beside the faster of Tensor.copy_ and torch.neg on as many bytes.")
     print("Peers: us, and in brackets how many times ours that is.")
     if report["host_us"]:
         print("cold: nothing in the L2 cache. All else: the same buffers every time, in the cache as far as they fit.")

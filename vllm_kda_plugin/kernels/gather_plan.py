@@ -97,6 +97,7 @@ def plan_slots(
     if impl not in ("auto", "reference", "torch"):
         raise refused("impl", f"is {impl!r}", "'auto', 'reference' or 'torch'")
     _check_out("key", key)
+    _check_conversion(key, key_cache)
     _check_same("value", value, "key", key)
     num_tokens, num_heads, _ = key.shape
     classic = len(key_cache.shape) == 5
@@ -107,7 +108,6 @@ def plan_slots(
         _check_paged(key, key_cache)
         _check_same("value_cache", value_cache, "key_cache", key_cache)
         num_blocks, block_size = key_cache.shape[:2]
-    _check_conversion(key, key_cache)
     scale_stride = _check_scales(key, key_cache, num_heads, k_scale, v_scale)
     dense = num_tokens <= 1 or slots.strides == (1,)
     if slots.dtype not in (torch.int32, torch.int64) or slots.shape != (num_tokens,) or not dense:
@@ -154,6 +154,7 @@ def plan_table(
     if impl not in ("auto", "torch"):
         raise refused("impl", f"is {impl!r}", "'auto' or 'torch'")
     _check_out("key", key)
+    _check_conversion(key, key_cache)
     _check_paged(key, key_cache)
     planes = [Plane(key, key_cache)]
     _, num_heads, width = key.shape
@@ -179,7 +180,6 @@ def plan_table(
             found = f"is {table.dtype} {list(table.shape)} with strides {table.strides}"
             raise refused(name, found, f"torch.int32 {list(shape)} with last stride 1")
         _check_device(name, table, key)
-    _check_conversion(key, key_cache)
     scale_stride = _check_scales(key, key_cache, num_heads, k_scale, v_scale)
 
     if impl == "torch" or not _on_nvidia_gpu(key):
@@ -239,6 +239,8 @@ def _paged_launch(
         name = str(vector)
     run_vecs = run_bytes // vector
     token_vecs = num_planes * runs * run_vecs
+    if token_vecs >= 1 << 31:
+        raise refused("key", f"has shape {list(out.shape)}", f"less than 2 GiB a token, in steps of {vector} bytes")
     num_rows = out.shape[0]
     slots_are_64_bit, num_reqs, max_blocks, table_stride = tables
 
@@ -294,7 +296,7 @@ def _scattered_launch(
         classic
         and math.gcd(16, cache_alignment, block_size * size, *key_strides, *value_strides[:3]) == 16
         and math.gcd(16, out_alignment, *out_strides[:2]) == 16
-        and value_token in (0, size)
+        and value_token == size
     )
     # Few heads at a time, that L2 may hold all their tokens; where it cannot, wider stretches of memory are faster.
     head_group = 2 if num_tokens <= 16384 else 4

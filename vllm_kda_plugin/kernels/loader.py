@@ -90,7 +90,12 @@ class Kernel:
             constants: the integers that follow them.
             comes_early: let it be launched while the kernel before it in the stream ends, where the GPU can, Hopper
                 and later. It must wait for that kernel before it touches memory.
+
+        Raises:
+            ValueError: more thread blocks than a grid can have.
         """
+        if blocks >= 1 << 31:
+            raise ValueError(f"{entry} would need {blocks:,} thread blocks, of which a grid has at most {2**31 - 1:,}")
         early = comes_early and self._can_come_early
         return Launch(self.device, self, self._functions[entry].ptr, blocks, threads, num_pointers, constants, early)
 
@@ -154,7 +159,9 @@ class Launch:
         from cupy_backends.cuda.api import driver, runtime
 
         device, handle = self._device, self._handle
-        if not driver.ctxGetCurrent():  # a thread that has not used a GPU yet
+        if (
+            torch._C._cuda_getDevice() == device and not driver.ctxGetCurrent()
+        ):  # a thread that has not used this GPU yet
             runtime.setDevice(device)
         config, struct = _Config.from_buffer_copy(self._config), type(self._struct).from_buffer_copy(self._struct)
         first = slice(self._num_pointers)
