@@ -430,7 +430,7 @@ def test_debug_mode_from_the_environment() -> None:
         "cache, out = torch.zeros(3, 4, 2, 8, device='cuda'), torch.zeros(1, 2, 8, device='cuda')\n"
         "gather_cached_kv(out, out, cache, cache, torch.tensor([12], device='cuda'))\n"
     )
-    for value, said in (("0", ""), ("1", "slot_mapping contains 12 at row 0 (and 0 more such), must be from 0 to 11")):
+    for value, said in (("0", ""), ("1", "slot_mapping contains 12 at row 0, must be from 0 to 11")):
         env = {**os.environ, "VLLM_KDA_CHECK": value}
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
