@@ -303,10 +303,11 @@ def test_a_state_that_outlives_thousands_of_tokens_keeps_its_precision() -> None
 def test_sixteen_sequences_of_which_half_are_empty() -> None:
     lens = [0, 301, 0, 0, 7, 64, 0, 1, 8, 0, 0, 9, 128, 0, 200, 0]
     assert (len(lens), lens.count(0)) == (16, 8)
-    case = make_case(lens, padding=5)
+    case = make_case(lens, key_dim=128, value_dim=128, padding=5)
     true = run(recurrence, case)
     found = run(chunked, case)
     assert error(found, true, case) < EXACT
+    assert error(run(chunked, in_single(case), torch.float32), true, case) < SINGLE
     for result in (true, found):
         for n, length in enumerate(lens):
             assert torch.equal(result.final_state[n], case["initial_state"][n]) == (length == 0)
