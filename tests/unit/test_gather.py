@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -668,3 +669,12 @@ def test_empty_caches_are_named() -> None:
                 "seq_starts": torch.tensor([0]).int(),
             }
         )
+
+
+def test_example_of_the_readme_runs() -> None:
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    blocks, offsets = torch.tensor([4] * 11 + [1] * 9), torch.cat((torch.arange(5, 16), torch.arange(9)))
+    assert torch.equal(names["key"][30:], names["key_cache"][blocks, offsets])
