@@ -289,3 +289,32 @@ def test_kernel_compiles_for_hopper_without_spills(setup_py: types.ModuleType, t
     assert spills == [("0", "0", "0")] * len(entries), result.stdout
     for entry in entries:
         assert b"\0" + entry.encode() + b"\0" in cubin.read_bytes()  # in its symbol table
+
+
+@pytest.mark.parametrize("source", KERNELS, ids=lambda source: source.name)
+def test_compiled_kernels_load_nothing_before_they_wait(
+    setup_py: types.ModuleType, tmp_path: Path, source: Path
+) -> None:
+    """A kernel that comes early must not read what the kernel before may still write, whatever ptxas moved."""
+    nvcc, triton = setup_py.find_nvcc(), importlib.util.find_spec("triton")
+    disassembler = Path(triton.origin or "").parent / "backends" / "nvidia" / "bin" / "nvdisasm" if triton else None
+    if nvcc is None or disassembler is None or not disassembler.exists():
+        pytest.skip("needs nvcc, and the nvdisasm that comes with Triton")
+    cubin = tmp_path / "kernel.cubin"
+    flags = ["-cubin", "-std=c++17", "-O3", "-I", str(ROOT / "csrc"), setup_py.gencode("90a")]
+    subprocess.run([nvcc, *flags, str(source), "-o", str(cubin)], check=True)
+    code = subprocess.run([disassembler, "-c", cubin], stdout=subprocess.PIPE, text=True, check=True).stdout
+    waiting = 0
+    for entry in loader.KERNELS[source.stem]:
+        _, found, body = code.partition(f"\n{entry}:\n")
+        assert found, entry
+        instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", body.partition("\n//---")[0], re.MULTILINE)
+        waits = [place for place, instruction in enumerate(instructions) if "ACQBULK" in instruction]
+        loads = [place for place, instruction in enumerate(instructions) if re.search(r"\bLDG?\b", instruction)]
+        assert loads, entry
+        if waits:
+            waiting += 1
+            assert min(loads) > waits[0], (entry, instructions[min(loads)])
+            assert "CONSTANT" not in "".join(instructions[place] for place in loads), entry
+    plain = sum("elements" in entry for entry in loader.KERNELS[source.stem])
+    assert waiting == len(loader.KERNELS[source.stem]) - plain
