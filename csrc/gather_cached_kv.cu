@@ -51,8 +51,8 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 }
 
 // Lets the next kernel come as early: when every thread block has ended or said so. Saying so takes time, so only the
-// last ones do: about as many blocks of 64 threads as an H200 runs at once. Another number is as right.
-constexpr unsigned kLastBlocks = 4096;
+// last ones do: about as many as an H200 runs at once. Another number is as right.
+constexpr unsigned kLastBlocks = 1584;
 
 __device__ __forceinline__ void let_next_kernel_come() {
 #if __CUDA_ARCH__ >= 900
@@ -202,6 +202,7 @@ struct PagedArgs {
   long long num_rows;
   long long slots_are_64_bit;
   long long num_reqs;
+  long long max_positions;  // max_blocks * block_size, at most 2^31
   long long max_blocks;
   long long table_stride;  // in entries
   long long num_blocks;
@@ -215,11 +216,12 @@ struct PagedArgs {
   long long token_vecs;  // vectors a token, in all planes
   long long run_vecs;    // vectors a run
   long long scale_stride;  // in entries
-  long long pieces;        // a wide token is moved in
+  long long row_blocks;    // thread blocks that a wide or dense token takes, each moving a piece
+  long long pieces;        // of a wide token, or of a plane of a dense one
   long long piece_vecs;
   long long step_runs;  // from a thread's vector to its next, in runs and the vectors that remain
   long long step_vecs;
-  Divisor by_pieces;
+  Divisor by_row_blocks;
   Divisor by_token_vecs;
   Divisor by_run_vecs;
   Divisor by_block_size;
@@ -232,43 +234,50 @@ __device__ __forceinline__ long long find_slot(const PagedArgs& a, long long slo
   return block * a.block_stride + (slot - block * a.block_size) * a.token_stride;
 }
 
-// The request of a row: the last one with cu_seqlens_k[request] <= row.
-__device__ __forceinline__ int find_request(const PagedArgs& a, long long row) {
-  int request = 0, above = static_cast<int>(a.num_reqs);
+// Byte offset in either cache of a request's token, or kNowhere. Rows and positions are below 2^31, as cu_seqlens_k is.
+__device__ __forceinline__ long long find_position(const PagedArgs& a, unsigned request, unsigned position) {
+  if (position >= a.max_positions) return kNowhere;
+  const unsigned logical_block = divide(position, a.by_block_size);
+  const int* const table = static_cast<const int*>(a.rows) + request * a.table_stride;
+  const unsigned block = table[logical_block];
+  if (block >= a.num_blocks) return kNowhere;
+  return block * a.block_stride + (position - logical_block * static_cast<unsigned>(a.block_size)) * a.token_stride;
+}
+
+// Byte offset in either cache of the token that belongs in row `row`, or kNowhere. Its request is the last one with
+// cu_seqlens_k[request] <= row.
+__device__ __forceinline__ long long find_token(const PagedArgs& a, unsigned row) {
+  unsigned request = 0, above = static_cast<unsigned>(a.num_reqs);
   while (above - request > 1) {
-    const int middle = (request + above) >> 1;
+    const unsigned middle = (request + above) >> 1;
     if (a.cu_seqlens_k[middle] <= row) {
       request = middle;
     } else {
       above = middle;
     }
   }
-  return request;
+  return find_position(a, request, row - a.cu_seqlens_k[request] + a.seq_starts[request]);
 }
 
-// The same by a whole warp, 32 bounds at a time: for 4,096 requests 3 loads wait for each other, not 12.
-__device__ __forceinline__ int find_request_by_warp(const PagedArgs& a, long long row, int lane) {
-  int request = 0, above = static_cast<int>(a.num_reqs);
-  while (above - request > 1) {
-    const int step = (above - request + kWarp - 1) / kWarp;
-    const int probe = request + lane * step;
-    const bool starts_before = probe < above && a.cu_seqlens_k[probe] <= row;
-    const unsigned before = __ballot_sync(kAllLanes, starts_before) | 1;
-    request += (31 - __clz(before)) * step;
+// The same by a whole warp, with fewer loads that wait for each other: 32 bounds at a time, so that 4,096 requests take
+// 3 steps and not 12, and what belongs to the request found is read with the last step.
+__device__ __forceinline__ long long find_token_by_warp(const PagedArgs& a, unsigned row, unsigned lane) {
+  unsigned request = 0, above = static_cast<unsigned>(a.num_reqs);
+  while (true) {
+    const unsigned step = (above - request + kWarp - 1) / kWarp;
+    const unsigned probe = request + lane * step;
+    unsigned bound = 0, start = 0;
+    if (probe < above) {
+      bound = a.cu_seqlens_k[probe];
+      if (step == 1) start = a.seq_starts[probe];
+    }
+    const unsigned found = 31 - __clz(__ballot_sync(kAllLanes, probe < above && bound <= row) | 1);
+    request += found * step;
+    if (step == 1) {
+      return find_position(a, request, row + __shfl_sync(kAllLanes, start - bound, found));
+    }
     above = min(request + step, above);
   }
-  return request;
-}
-
-// Byte offset in either cache of the token that belongs in row `row`, or kNowhere.
-__device__ __forceinline__ long long find_token(const PagedArgs& a, int request, long long row) {
-  const long long position = row - a.cu_seqlens_k[request] + a.seq_starts[request];
-  if (position < 0 || position >= a.max_blocks * a.block_size) return kNowhere;
-  const long long logical_block = divide(position, a.by_block_size, a.block_size);
-  const int* const table = static_cast<const int*>(a.rows) + request * a.table_stride;
-  const long long block = table[logical_block];
-  if (block < 0 || block >= a.num_blocks) return kNowhere;
-  return block * a.block_stride + (position - logical_block * a.block_size) * a.token_stride;
 }
 
 // Where a vector of a token comes from and goes to. Runs are numbered through K, then V.
@@ -315,32 +324,67 @@ struct Place {
   }
 };
 
+// A line of each table a block, before the wait: the first blocks bring all of them.
+template <bool kTable>
+__device__ __forceinline__ void prefetch_tables(const PagedArgs& a) {
+  if (threadIdx.x != 0) return;
+  const long long entry = blockIdx.x * 32ll;
+  if (kTable) {
+    if (entry < (a.num_reqs - 1) * a.table_stride + a.max_blocks) prefetch(static_cast<const int*>(a.rows) + entry);
+    if (entry < a.num_reqs) prefetch(a.seq_starts + entry);
+    if (entry <= a.num_reqs) prefetch(a.cu_seqlens_k + entry);
+  } else if (entry < a.num_rows * (a.slots_are_64_bit + 1)) {
+    prefetch(static_cast<const int*>(a.rows) + entry);
+  }
+}
+
+// Byte offset in either cache of the token that belongs in row `row`, found by a whole warp, or kNowhere.
+template <bool kTable>
+__device__ __forceinline__ long long find_source(const PagedArgs& a, unsigned row) {
+  if (!kTable) return find_slot(a, read_slot(a.rows, a.slots_are_64_bit, row));
+  const long long source = find_token_by_warp(a, row, threadIdx.x % kWarp);
+  return row < static_cast<unsigned>(a.cu_seqlens_k[a.num_reqs]) ? source : kNowhere;
+}
+
+// Wide tokens whose bytes lie together, in each plane: a block moves one piece of a plane of one token.
+template <bool kTable, int kLoads>
+__device__ __forceinline__ void gather_dense(const PagedArgs& a) {
+  prefetch_tables<kTable>(a);
+  const unsigned row = divide(blockIdx.x, a.by_row_blocks);
+  unsigned piece = blockIdx.x - row * static_cast<unsigned>(a.row_blocks);
+  const bool of_value = piece >= a.pieces;
+  if (of_value) piece -= static_cast<unsigned>(a.pieces);
+  const unsigned first = piece * static_cast<unsigned>(a.piece_vecs) + threadIdx.x;
+  const unsigned end = min((piece + 1) * static_cast<unsigned>(a.piece_vecs), static_cast<unsigned>(a.run_vecs));
+  wait_for_previous_kernel();
+  const long long source = find_source<kTable>(a, row);
+  if (source == kNowhere) return;
+
+  const uint4* const from = reinterpret_cast<const uint4*>((of_value ? a.value_cache : a.key_cache) + source) + first;
+  uint4* const to = reinterpret_cast<uint4*>((of_value ? a.value : a.key) + row * a.out_token_stride) + first;
+  uint4 values[kLoads];
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    if (first + i * blockDim.x < end) values[i] = __ldcg(from + i * blockDim.x);
+  }
+  let_next_kernel_come();
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    if (first + i * blockDim.x < end) to[i * blockDim.x] = values[i];
+  }
+}
+
 // Wide tokens: a block moves one piece of one token, each thread kLoads vectors, all loads before the first store.
 // Cached values are read once, so past L1.
 template <typename Convert, bool kTable, int kLoads>
 __device__ __forceinline__ void gather_wide(const PagedArgs& a) {
-  if (threadIdx.x == 0) {  // a line of each table a block: the first blocks bring all of them
-    const long long entry = blockIdx.x * 32ll;
-    if (kTable) {
-      if (entry < (a.num_reqs - 1) * a.table_stride + a.max_blocks) prefetch(static_cast<const int*>(a.rows) + entry);
-      if (entry < a.num_reqs) prefetch(a.seq_starts + entry);
-      if (entry <= a.num_reqs) prefetch(a.cu_seqlens_k + entry);
-    } else if (entry < a.num_rows * (a.slots_are_64_bit + 1)) {
-      prefetch(static_cast<const int*>(a.rows) + entry);
-    }
-  }
-  const long long row = divide(blockIdx.x, a.by_pieces);
-  const unsigned piece = blockIdx.x - static_cast<unsigned>(row) * static_cast<unsigned>(a.pieces);
+  prefetch_tables<kTable>(a);
+  const unsigned row = divide(blockIdx.x, a.by_row_blocks);
+  const unsigned piece = blockIdx.x - row * static_cast<unsigned>(a.row_blocks);
   const unsigned first = piece * static_cast<unsigned>(a.piece_vecs);
   const unsigned end = min(first + static_cast<unsigned>(a.piece_vecs), static_cast<unsigned>(a.token_vecs));
   wait_for_previous_kernel();
-  long long source;
-  if (kTable) {
-    source = find_token(a, find_request_by_warp(a, row, threadIdx.x % kWarp), row);
-    if (row >= a.cu_seqlens_k[a.num_reqs]) return;
-  } else {
-    source = find_slot(a, read_slot(a.rows, a.slots_are_64_bit, row));
-  }
+  const long long source = find_source<kTable>(a, row);
   if (source == kNowhere) return;
 
   Place place(a, source, row, first + threadIdx.x);
@@ -384,7 +428,7 @@ __device__ __forceinline__ void gather_narrow(const PagedArgs& a) {
   if (kTable) {
     const unsigned tile_rows = divide(skip + count - 1, a.by_token_vecs) + 1;
     for (unsigned i = threadIdx.x; i < tile_rows; i += kNarrowThreads) {
-      sources[i] = find_token(a, find_request(a, first_row + i), first_row + i);
+      sources[i] = find_token(a, static_cast<unsigned>(first_row) + i);
     }
     __syncthreads();
   }
@@ -629,6 +673,14 @@ __device__ __forceinline__ void gather_elements(const ScatteredArgs& a) {
 #define SCATTERED(NAME, CONVERT)                                                                                       \
   extern "C" __global__ void gather_classic_##NAME(const ScatteredArgs a) { gather_classic<CONVERT>(a); }              \
   extern "C" __global__ void gather_elements_##NAME(const ScatteredArgs a) { gather_elements<CONVERT>(a); }
+
+#define DENSE(SOURCE, IS_TABLE, LOADS)                                                      \
+  extern "C" __global__ void gather_##SOURCE##_dense_16_##LOADS(const PagedArgs a) {        \
+    gather_dense<IS_TABLE, LOADS>(a);                                                       \
+  }
+DENSE(slots, false, 2)
+DENSE(table, true, 2)
+DENSE(table, true, 4)  // many requests
 
 // Copies, by the bytes of a vector or an element: addresses, strides and runs must be multiples of it.
 PAGED(wide, 16, Copy<uint4>, 2)

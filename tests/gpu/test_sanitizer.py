@@ -66,7 +66,7 @@ def calls() -> Iterator[tuple[Call, str]]:
     ]
     for dtype, out_dtype, given in kinds:
         layouts = LAYOUTS if dtype == torch.uint8 else LAYOUTS[:1]
-        for layout, width in itertools.product(layouts, (1, 2, 4, 7, 8, 16, 1024)):
+        for layout, width in itertools.product(layouts, (1, 2, 4, 7, 8, 16, 1024, 2048)):
             key, value = (make_cache(layout, 3, 3, 2, width, dtype, seeded(seed)) for seed in range(2))
             out = OUTS[width % 2]
             for index in (torch.int32, torch.int64):

@@ -23,7 +23,7 @@ from vllm_kda_plugin.kernels import gather_plan, loader
 
 SOURCE = (Path(loader.__file__).parents[2] / "csrc" / "gather_cached_kv.cu").read_text(encoding="utf-8")
 _ENTRY = re.compile(
-    r"gather_(?:(?P<source>slots|table)_(?P<kind>wide|narrow)|(?P<form>classic|elements))_"
+    r"gather_(?:(?P<source>slots|table)_(?P<kind>dense|wide|narrow)|(?P<form>classic|elements))_"
     r"(?:(?P<fp8>e4m3|e5m2)_(?P<wide>float16|bfloat16))?_?(?P<vector>\d*)(?:_(?P<loads>\d+))?"
 )
 _FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -197,13 +197,24 @@ def _deal_vectors(
     a_block = prepared.threads * int(form["loads"])
     if form["kind"] == "wide":
         assert a_block >= a.piece_vecs
-        assert prepared.blocks == a.num_rows * a.pieces
+        assert prepared.blocks == a.num_rows * a.row_blocks
         assert (a.step_runs, a.step_vecs) == divmod(prepared.threads, a.run_vecs)
         for block in range(prepared.blocks):
-            row = _divide(block, a.pieces, a.by_pieces)
-            first = (block - row * a.pieces) * a.piece_vecs
+            row = _divide(block, a.row_blocks, a.by_row_blocks)
+            first = (block - row * a.row_blocks) * a.piece_vecs
             if row < rows:
                 yield from ((row, index) for index in range(first, min(first + a.piece_vecs, a.token_vecs)))
+        return
+    if form["kind"] == "dense":
+        assert a_block >= a.piece_vecs
+        assert a.runs == 1
+        assert prepared.blocks == a.num_rows * a.row_blocks
+        for block in range(prepared.blocks):
+            row = _divide(block, a.row_blocks, a.by_row_blocks)
+            plane, piece = divmod(block - row * a.row_blocks, a.pieces)
+            first, end = piece * a.piece_vecs, min((piece + 1) * a.piece_vecs, a.run_vecs)
+            if row < rows:
+                yield from ((row, plane * a.run_vecs + index) for index in range(first, end))
         return
     assert prepared.threads == constant("kNarrowThreads")
     assert (prepared.blocks - 1) * a_block < a.num_rows * a.token_vecs <= prepared.blocks * a_block
@@ -225,7 +236,8 @@ def _find_token(a: SimpleNamespace, memory: Memory, row: int) -> int | None:
     bounds = [memory.number("i", a.cu_seqlens_k + 4 * request) for request in range(a.num_reqs)]
     request = max(bisect.bisect_right(bounds, row) - 1, 0)
     position = row - bounds[request] + memory.number("i", a.seq_starts + 4 * request)
-    if not 0 <= position < a.max_blocks * a.block_size:
+    assert a.max_positions == min(a.max_blocks * a.block_size, 2**31)
+    if not 0 <= position < a.max_positions:
         return None
     logical_block = _divide(position, a.block_size, a.by_block_size)
     block = memory.number("i", a.rows + 4 * (request * a.table_stride + logical_block))

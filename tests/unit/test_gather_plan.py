@@ -104,6 +104,32 @@ def test_paged_copies(layout: str, dtype: torch.dtype, form: tuple[str, str, int
             assert len(check(gpu, slots_call(key_cache, value_cache, slots, out))) == len(launched)
 
 
+@pytest.mark.parametrize(
+    ("pair", "out", "num_heads", "width", "entry"),
+    [
+        ("packed", "dense", 8, 256, "dense"),
+        ("packed", "dense", 4, 256, "wide"),  # 2,048 bytes
+        ("apart", "dense", 40, 128, "dense"),  # 2.5 pieces a plane
+        ("apart", "sliced", 13, 128, "dense"),
+        ("apart", "dense", 8, 128, "wide"),  # 2,048 bytes a plane, 4,096 a token
+        ("halves", "dense", 16, 128, "wide"),  # the cache's heads lie apart
+    ],
+)
+def test_dense_tokens(pair: str, out: str, num_heads: int, width: int, entry: str, gpu: Gpu) -> None:
+    """Those that are one run of bytes a plane, and 3 KiB or more."""
+    key_cache, value_cache = make_pair(
+        pair, "LBNHC", 3, 4, num_heads, width // (1 + (pair == "packed")), torch.half, seeded()
+    )
+    for num_reqs in (1, 40):
+        lens = [5] * num_reqs
+        call = table_call(key_cache, value_cache, [3] * num_reqs, lens, seeded(1), out)
+        assert check(gpu, call) == [f"gather_table_{entry}_16_{2 if num_reqs == 1 else 4}"]
+    if value_cache is not None:
+        for index in INDICES:
+            slots = random_slots(7, 12, index, seeded(2))
+            assert check(gpu, slots_call(key_cache, value_cache, slots, out)) == [f"gather_slots_{entry}_16_2"]
+
+
 def test_two_launches_where_k_and_v_differ_in_strides(gpu: Gpu) -> None:
     key_cache, value_cache = (make_cache(layout, 3, 4, 2, 8, torch.half, seeded()) for layout in ("LBNHC", "LBHNC"))
     slots = random_slots(9, 12, torch.int64, seeded())
@@ -238,7 +264,7 @@ def test_every_kernel_is_launched_for_something(gpu: Gpu) -> None:
         for impl in ("auto", "reference"):
             check(gpu, slots_call(*caches, slots, dtype=out_dtype), impl=impl)
 
-    for width in (1, 2, 4, 8, 16, 2048):
+    for width in (1, 2, 4, 8, 16, 2048, 4096):
         paged(width, torch.uint8, torch.uint8)
     for dtype in (torch.uint8, torch.half, torch.float32):
         scattered(dtype, dtype)
@@ -494,7 +520,7 @@ def test_kernels_that_come_early_wait_before_they_read() -> None:
     """And read nothing by __ldg, which ptxas moves up past the wait."""
     code = SOURCE.replace("__device__ __forceinline__", "")
     functions = dict(re.findall(r"void (gather_\w+)\(const \w+& a\) \{\n(.*?)\n\}\n", code, re.DOTALL))
-    assert set(functions) == {"gather_wide", "gather_narrow", "gather_classic", "gather_elements"}
+    assert set(functions) == {"gather_dense", "gather_wide", "gather_narrow", "gather_classic", "gather_elements"}
     assert "__ldg" in functions.pop("gather_elements")
     for body in functions.values():
         before, wait, _ = body.partition("wait_for_previous_kernel();")

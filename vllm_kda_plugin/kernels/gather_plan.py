@@ -20,8 +20,10 @@ _WIDE = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 WARP = 32
 NARROW_THREADS, NARROW_LOADS = 64, 4
 CLASSIC_TOKENS, CLASSIC_THREADS = 8, 6 * WARP
-# Vectors that a thread block moves of a wide token, about: 4 KiB of output.
-WIDE_VECS = 256
+# Vectors that a thread block moves of a token, about: 4 KiB of output.
+BLOCK_VECS = 256
+# Fewest vectors of a wide token, and of a plane of a dense one: below, too much of a block would be idle.
+WIDE_VECS, DENSE_VECS = BLOCK_VECS // 2, BLOCK_VECS * 3 // 4
 _TABLE_POINTERS, _SLOTS_POINTERS = 9, 7
 
 
@@ -243,22 +245,27 @@ def _paged_launch(
         raise refused("key", f"has shape {list(out.shape)}", f"less than 2 GiB a token, in steps of {vector} bytes")
     num_rows = out.shape[0]
     slots_are_64_bit, num_reqs, max_blocks, table_stride = tables
+    max_positions = min(max_blocks * block_size, 1 << 31)
 
-    if vector == (8 if conversion else 16) and token_vecs >= WIDE_VECS // 2:
-        shape, pieces = "wide", max(1, round(token_vecs / WIDE_VECS))
-        # Each warp searches for its token's request: fewer warps where that takes more than one step.
-        loads = 4 if conversion or num_reqs > WARP else 2
-        piece_vecs = -(-token_vecs // pieces)
-        threads, blocks = -(-piece_vecs // (WARP * loads)) * WARP, num_rows * pieces
+    # Each warp searches for its token's request: fewer warps where that takes more than one step.
+    loads = 4 if conversion or num_reqs > WARP else 2
+    if vector == 16 and runs == 1 and not conversion and run_vecs >= DENSE_VECS:
+        shape, pieces = "dense", max(1, round(run_vecs / BLOCK_VECS))
+        piece_vecs, row_blocks = -(-run_vecs // pieces), num_planes * pieces
+        threads, blocks = -(-piece_vecs // (WARP * loads)) * WARP, num_rows * row_blocks
+    elif vector == (8 if conversion else 16) and token_vecs >= WIDE_VECS:
+        shape, pieces = "wide", max(1, round(token_vecs / BLOCK_VECS))
+        piece_vecs, row_blocks = -(-token_vecs // pieces), pieces
+        threads, blocks = -(-piece_vecs // (WARP * loads)) * WARP, num_rows * row_blocks
     else:
-        shape, pieces, piece_vecs = "narrow", 1, token_vecs
+        shape, pieces, piece_vecs, row_blocks = "narrow", 1, token_vecs, 1
         loads, threads = NARROW_LOADS, NARROW_THREADS
         blocks = -(-num_rows * token_vecs // (threads * loads))
     constants = [
-        *(num_rows, slots_are_64_bit, num_reqs, max_blocks, table_stride, num_blocks, block_size),
+        *(num_rows, slots_are_64_bit, num_reqs, max_positions, max_blocks, table_stride, num_blocks, block_size),
         *(block_stride, token_stride, run_stride, out_token_stride, out_run_stride, runs, token_vecs, run_vecs),
-        *(scale_stride, pieces, piece_vecs, *divmod(threads, run_vecs)),
-        *(divisor(number) for number in (pieces, token_vecs, run_vecs, block_size)),
+        *(scale_stride, row_blocks, pieces, piece_vecs, *divmod(threads, run_vecs)),
+        *(divisor(number) for number in (row_blocks, token_vecs, run_vecs, block_size)),
     ]
     kernel = loader.load(KERNEL, out.device.index)
     entry = f"gather_{source}_{shape}_{name}_{loads}"

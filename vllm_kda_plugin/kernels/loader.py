@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 _DEQUANTIZE = [f"{fp8}_{wide}" for fp8 in ("e4m3", "e5m2") for wide in ("float16", "bfloat16")]
 _PAGED = (
+    "dense_16_2",
     "wide_16_2",
     *(f"narrow_{vector}_4" for vector in (16, 8, 4, 2, 1)),
     *(f"{shape}_4" for name in _DEQUANTIZE for shape in (f"wide_{name}_8", f"narrow_{name}_8", f"narrow_{name}_1")),
@@ -26,7 +27,7 @@ _PAGED = (
 KERNELS: dict[str, tuple[str, ...]] = {
     "gather_cached_kv": (
         *(f"gather_{source}_{shape}" for source in ("slots", "table") for shape in _PAGED),
-        "gather_table_wide_16_4",
+        *("gather_table_dense_16_4", "gather_table_wide_16_4"),
         *(f"gather_{form}_{name}" for form in ("classic", "elements") for name in ("4", "2", "1", *_DEQUANTIZE)),
     ),
 }
