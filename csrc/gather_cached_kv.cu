@@ -202,7 +202,7 @@ struct PagedArgs {
   long long num_rows;
   long long slots_are_64_bit;
   long long num_reqs;
-  long long max_positions;  // max_blocks * block_size, at most 2^31
+  long long max_positions;  // max_blocks * block_size, at most 2^32
   long long max_blocks;
   long long table_stride;  // in entries
   long long num_blocks;
@@ -234,14 +234,16 @@ __device__ __forceinline__ long long find_slot(const PagedArgs& a, long long slo
   return block * a.block_stride + (slot - block * a.block_size) * a.token_stride;
 }
 
-// Byte offset in either cache of a request's token, or kNowhere. Rows and positions are below 2^31, as cu_seqlens_k is.
+// Byte offset in either cache of a request's token, or kNowhere. Rows are below 2^31, as cu_seqlens_k is, so positions
+// are below 2^32 and negative ones wrap to no less than 2^31.
 __device__ __forceinline__ long long find_position(const PagedArgs& a, unsigned request, unsigned position) {
   if (position >= a.max_positions) return kNowhere;
-  const unsigned logical_block = divide(position, a.by_block_size);
+  const unsigned block_size = static_cast<unsigned>(a.block_size);
+  const unsigned logical_block = position >> 31 ? position / block_size : divide(position, a.by_block_size);
   const int* const table = static_cast<const int*>(a.rows) + request * a.table_stride;
   const unsigned block = table[logical_block];
   if (block >= a.num_blocks) return kNowhere;
-  return block * a.block_stride + (position - logical_block * static_cast<unsigned>(a.block_size)) * a.token_stride;
+  return block * a.block_stride + (position - logical_block * block_size) * a.token_stride;
 }
 
 // Byte offset in either cache of the token that belongs in row `row`, or kNowhere. Its request is the last one with

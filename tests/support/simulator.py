@@ -236,7 +236,7 @@ def _find_token(a: SimpleNamespace, memory: Memory, row: int) -> int | None:
     bounds = [memory.number("i", a.cu_seqlens_k + 4 * request) for request in range(a.num_reqs)]
     request = max(bisect.bisect_right(bounds, row) - 1, 0)
     position = row - bounds[request] + memory.number("i", a.seq_starts + 4 * request)
-    assert a.max_positions == min(a.max_blocks * a.block_size, 2**31)
+    assert a.max_positions == min(a.max_blocks * a.block_size, 2**32)
     if not 0 <= position < a.max_positions:
         return None
     logical_block = _divide(position, a.block_size, a.by_block_size)

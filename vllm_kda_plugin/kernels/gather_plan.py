@@ -245,7 +245,7 @@ def _paged_launch(
         raise refused("key", f"has shape {list(out.shape)}", f"less than 2 GiB a token, in steps of {vector} bytes")
     num_rows = out.shape[0]
     slots_are_64_bit, num_reqs, max_blocks, table_stride = tables
-    max_positions = min(max_blocks * block_size, 1 << 31)
+    max_positions = min(max_blocks * block_size, 1 << 32)
 
     # Each warp searches for its token's request: fewer warps where that takes more than one step.
     loads = 4 if conversion or num_reqs > WARP else 2
