@@ -20,7 +20,8 @@ class AttentionStats:
 
     ``implementation`` is the class whose forward ran, ``module.qualname``; a *forward* is one layer of one
     step; a *gather* is one copy of paged KV into contiguous K and V, for one layer and one or more
-    requests. ``gathered_bytes`` counts K and V once, as payload.
+    requests. ``gathered_bytes`` counts K and V once, as payload. The three after it count attention calls by
+    what they read: the page table, this step's own K and V, gathered K and V.
     """
 
     implementation: str = ""
@@ -28,6 +29,9 @@ class AttentionStats:
     gathers: int = 0
     gathered_tokens: int = 0
     gathered_bytes: int = 0
+    paged_calls: int = 0
+    fresh_calls: int = 0
+    gather_calls: int = 0
 
     def line(self) -> str:
         """The log line of these counters; :func:`parse_line` reads it back."""
@@ -50,7 +54,7 @@ class Reporter:
         from vllm.logger import init_logger
 
         self._logger = init_logger("vllm.kda_plugin")
-        self._periodic = periodic
+        self.periodic = periodic
         self._next = time.monotonic() + REPORT_INTERVAL_S
         # multiprocessing children skip atexit on some Pythons; Finalize runs in them and in the main process.
         self._final = Finalize(None, self.report, exitpriority=10)
@@ -58,7 +62,12 @@ class Reporter:
     def forward(self) -> None:
         """Call once a forward."""
         STATS.forwards += 1
-        if self._periodic and time.monotonic() >= self._next:
+        if self.periodic:
+            self.tick()
+
+    def tick(self) -> None:
+        """Log the counters if it is time."""
+        if time.monotonic() >= self._next:
             self._next = time.monotonic() + REPORT_INTERVAL_S
             self.report()
 
