@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 SECTION = "kda_plugin"
 ENV_PREFIX = "VLLM_KDA_"
 _MOST_MIB = 1 << 20
-_ALLOWED = {"gather_workspace_mib": f"a whole number from 1 to {_MOST_MIB}", "log_stats": "true or false"}
+_ALLOWED = {
+    "gather_workspace_mib": f"a whole number from 1 to {_MOST_MIB}",
+    "log_stats": "true or false",
+    "gather": "auto, always or never",
+    "calibration": "the path of a file that vllm-kda bench attention --calibrate wrote",
+    "prefill": "auto, native, flashkda, triton or torch",
+}
 # The first is read by setup.py, the second by debug_checks(): neither is a setting of one engine.
 _OTHER_VARIABLES = {"VLLM_KDA_ARCHS", CHECK_VARIABLE}
 
@@ -31,6 +37,16 @@ class PluginConfig(BaseModel):
 
     log_stats: bool = False
     """Log the attention counters while requests are served, at most every 10 seconds, not only at shutdown."""
+
+    gather: Literal["auto", "always", "never"] = "never"
+    """On CUDA: attend to fresh or gathered K and V where that is predicted to be faster, wherever it can be done, or
+    nowhere. The CPU's backend always gathers."""
+
+    calibration: str = ""
+    """File that ``vllm-kda bench attention --calibrate`` wrote on this GPU; "" for what comes with the package."""
+
+    prefill: Literal["auto", "native", "flashkda", "triton", "torch"] = "auto"
+    """The kernel of KDA layers' prefill; auto is the best that can run a layer on a CPU, vLLM's own layer on a GPU."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> PluginConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from vllm_kda_plugin.config import PluginConfig
@@ -9,7 +11,7 @@ from vllm_kda_plugin.kernels.checks import debug_checks
 
 
 def test_defaults() -> None:
-    assert PluginConfig.load({}, {}) == PluginConfig(gather_workspace_mib=256, log_stats=False)
+    assert PluginConfig.load({}, {}) == PluginConfig(gather_workspace_mib=256, log_stats=False, prefill="auto")
 
 
 def test_section_wins_over_environment() -> None:
@@ -28,6 +30,19 @@ def test_every_wrong_key_is_named() -> None:
         match=r"kda_plugin.log_stats = 3 is not allowed; allowed is true or false; kda_plugin.speed is no setting",
     ):
         PluginConfig.load({"speed": 11, "log_stats": 3}, {})
+
+
+@pytest.mark.parametrize("prefill", ["auto", "native", "flashkda", "triton", "torch"])
+def test_prefill(prefill: str) -> None:
+    assert PluginConfig.load({"prefill": prefill}, {}).prefill == prefill
+    assert PluginConfig.load({}, {"VLLM_KDA_PREFILL": prefill}).prefill == prefill
+
+
+@pytest.mark.parametrize("prefill", ["fast", "Torch", "", 1])
+def test_wrong_prefill_is_refused(prefill: Any) -> None:
+    message = r"^kda_plugin.prefill = .* is not allowed; allowed is auto, native, flashkda, triton or torch$"
+    with pytest.raises(ValueError, match=message):
+        PluginConfig.load({"prefill": prefill}, {})
 
 
 def test_unknown_variable_is_named() -> None:
