@@ -40,6 +40,7 @@ from tests.support.paged import (
 from tests.support.simulator import SOURCE, Gpu, constant
 from vllm_kda_plugin.kernels import gather, gather_plan, loader
 from vllm_kda_plugin.kernels.gather_plan import Form, Plan, divisor, plan_slots, plan_table
+from vllm_kda_plugin.kernels.repeat import GUARDED_TORCH
 
 CUDA = torch.device("cuda", 0)
 INDICES = (torch.int32, torch.int64)
@@ -456,7 +457,7 @@ def test_a_call_that_is_not_like_the_last_is_not_taken_for_it(gpu: Gpu) -> None:
             check(gpu, copied(call))
 
 
-@pytest.mark.skipif(not torch.__version__.startswith(gather._GUARDED_TORCH), reason="not known to work in this torch")
+@pytest.mark.skipif(not torch.__version__.startswith(GUARDED_TORCH), reason="not known to work in this torch")
 def test_a_call_like_the_last_is_not_even_looked_up(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def calls(seed: int) -> list[Call]:
         caches = make_pair("apart", "LBNHC", 3, 4, 2, 8, torch.half, seeded(seed))

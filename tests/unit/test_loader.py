@@ -23,6 +23,10 @@ ROOT = Path(loader.__file__).parents[2]
 NAME = "gather_cached_kv"
 
 
+def status_of(name: str = NAME) -> KernelStatus:
+    return next(status for status in kernel_status() if status.name == name)
+
+
 def test_every_source_is_a_known_kernel() -> None:
     assert sorted(loader.KERNELS) == sorted(source.stem for source in (ROOT / "csrc").glob("*.cu"))
 
@@ -64,7 +68,7 @@ def test_missing_or_other_cupy_is_reported_with_the_fix(
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of torch")
 def test_status_with_a_cpu_build_of_torch() -> None:
-    [status] = kernel_status()
+    status = status_of()
     assert (status.name, status.state) == (NAME, "none")
     assert "built without CUDA; install a CUDA build of torch" in status.detail
     with pytest.raises(KernelUnavailable, match="built without CUDA"):
@@ -167,11 +171,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
 def test_fatbin_is_preferred(gpu: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / f"{NAME}.fatbin").touch()
-    assert kernel_status() == [KernelStatus(NAME, "prebuilt")]
+    assert status_of() == KernelStatus(NAME, "prebuilt")
 
 
 def test_source_is_compiled_where_no_fatbin_was_built(gpu: SimpleNamespace) -> None:
-    assert kernel_status() == [KernelStatus(NAME, "runtime", "no fatbin was built")]
+    assert status_of() == KernelStatus(NAME, "runtime", "no fatbin was built")
 
 
 def test_source_is_compiled_where_the_fatbin_is_for_other_gpus(
@@ -179,7 +183,7 @@ def test_source_is_compiled_where_the_fatbin_is_for_other_gpus(
 ) -> None:
     (tmp_path / f"{NAME}.fatbin").touch()
     monkeypatch.setattr(FakeModule, "broken", ("path",))
-    [status] = kernel_status()
+    status = status_of()
     assert status == KernelStatus(NAME, "runtime", "the fatbin does not load on this GPU (path is broken)")
 
 
@@ -187,12 +191,12 @@ def test_source_is_compiled_where_it_is_newer_than_the_fatbin(gpu: SimpleNamespa
     fatbin = tmp_path / f"{NAME}.fatbin"
     fatbin.touch()
     os.utime(fatbin, (0, 0))
-    assert kernel_status() == [KernelStatus(NAME, "runtime", "the fatbin is older than its source")]
+    assert status_of() == KernelStatus(NAME, "runtime", "the fatbin is older than its source")
 
 
 def test_both_paths_failing_gives_both_reasons(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeModule, "broken", ("code",))
-    [status] = kernel_status()
+    status = status_of()
     assert status.state == "none"
     assert "no fatbin was built, and compiling it failed: code is broken" in status.detail
     with pytest.raises(KernelUnavailable, match="code is broken"):
@@ -207,7 +211,7 @@ def test_source_missing_as_well(gpu: SimpleNamespace, tmp_path: Path, monkeypatc
 
 def test_missing_cupy_is_the_status(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     distributions(monkeypatch)
-    [status] = kernel_status()
+    status = status_of()
     assert status.state == "none"
     assert status.detail.endswith("run: pip install cupy-cuda13x")
 

@@ -18,9 +18,9 @@ import torch
 from vllm_kda_plugin.kernels import gather_torch
 from vllm_kda_plugin.kernels.checks import debug_checks, refused
 from vllm_kda_plugin.kernels.gather_plan import Plan, plan_slots, plan_table
+from vllm_kda_plugin.kernels.repeat import never, same_forms
 
 _CHECK = debug_checks()
-_GUARDED_TORCH = ("2.11.", "2.13.")
 
 
 def gather_cached_kv(
@@ -175,16 +175,11 @@ class _LastCall(NamedTuple):
     given: int
     """Which optional tensors it had; -1 for none to go by."""
     holds_for: Callable[..., bool]
-    """Whether as many tensors have the shapes, strides, dtypes and devices of the last: asked in C++, in a fourth of
-    the time."""
+    """Whether as many tensors have the forms of the last."""
     launch: Callable[..., object]
 
 
-def _never(*_: object) -> bool:
-    return False
-
-
-_NO_CALL = _LastCall(-1, _never, _never)
+_NO_CALL = _LastCall(-1, never, never)
 
 
 class _LastCalls(threading.local):
@@ -199,18 +194,10 @@ def _last_call(
     given: int, tensors: tuple[torch.Tensor | None, ...], options: tuple[int, int, str], plan: Plan
 ) -> _LastCall:
     there = [tensor for tensor in tensors if tensor is not None]
-    known = torch.__version__.startswith(_GUARDED_TORCH)  # its guards are no public interface
     usual = options == (0, 0, "auto") and len(there) == len(tensors) and len(plan.launches) == 1
-    if _CHECK or not known or not usual:
+    if _CHECK or not usual:
         return _NO_CALL
-    from torch._C._dynamo.guards import TensorGuards
-
-    guards = TensorGuards(
-        *there,
-        dynamic_dims_sizes=[list(tensor.shape) for tensor in there],
-        dynamic_dims_strides=[list(tensor.stride()) for tensor in there],
-    )
-    return _LastCall(given, guards.check, plan.launches[0][0].of_this_thread())
+    return _LastCall(given, same_forms(there), plan.launches[0][0].of_this_thread())
 
 
 def _form(tensor: torch.Tensor | None) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None:

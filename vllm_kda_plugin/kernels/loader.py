@@ -30,6 +30,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
         *("gather_table_dense_16_4", "gather_table_wide_16_4"),
         *(f"gather_{form}_{name}" for form in ("classic", "elements") for name in ("4", "2", "1", *_DEQUANTIZE)),
     ),
+    "kda_states": ("gather_states", "scatter_states"),
 }
 """Every file in ``csrc/`` and its entry points, all loaded together."""
 

@@ -1,0 +1,116 @@
+"""Which kernel runs a KDA layer, and what is said when the chosen one cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kda_plugin.kda import providers
+from vllm_kda_plugin.kda.providers import PROVIDERS, Call, Case, select
+
+CPU = Case("cpu", None, 128, torch.float32, torch.float32, -5.0)
+HOPPER = Case("cuda", (9, 0), 128, torch.bfloat16, torch.float32, -5.0)
+
+
+@pytest.fixture(autouse=True)
+def _everything_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "_missing", lambda module: None)
+
+
+def test_the_cpu_has_torch() -> None:
+    assert select("auto", CPU).name == "torch"
+    assert select("torch", CPU).name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, "flashkda"),
+        ({"state_dtype": torch.bfloat16}, "flashkda"),
+        ({"capability": (12, 1)}, "flashkda"),
+        ({"lower_bound": None}, "triton"),
+        ({"lower_bound": -6.0}, "triton"),
+        ({"capability": (8, 0)}, "triton"),
+        ({"head_dim": 64}, "triton"),
+        ({"dtype": torch.float16}, "triton"),
+        ({"dtype": torch.float32}, "torch"),
+    ],
+)
+def test_the_best_that_can(changes: dict[str, Any], wanted: str) -> None:
+    case = dataclasses.replace(HOPPER, **changes)
+    assert select("auto", case).name == wanted
+    assert select(wanted, case).name == wanted
+
+
+@pytest.mark.parametrize(
+    ("choice", "case", "message"),
+    [
+        ("flashkda", CPU, r"prefill = flashkda cannot run this layer: it needs a GPU.*; allowed here are auto, torch$"),
+        ("triton", CPU, r"prefill = triton cannot run this layer: it needs a GPU, this layer is on cpu"),
+        ("native", HOPPER, r"prefill = native cannot be had: .*; allowed here are auto, flashkda, triton, torch$"),
+        ("flashkda", dataclasses.replace(HOPPER, lower_bound=None), "the bounded gate only, this layer's is softplus"),
+        (
+            "flashkda",
+            dataclasses.replace(HOPPER, lower_bound=-6.0),
+            r"a lower bound in \[-5.0, 0\), this layer's is -6",
+        ),
+        ("flashkda", dataclasses.replace(HOPPER, head_dim=64), "heads of 128, this layer's are 64"),
+        ("flashkda", dataclasses.replace(HOPPER, capability=(8, 9)), "capability 9, 10 or 12, this GPU has 8.9"),
+        ("flashkda", dataclasses.replace(HOPPER, dtype=torch.float16), "dtype of torch.bfloat16, .* is torch.float16"),
+        ("torch", dataclasses.replace(CPU, dtype=torch.float64), "needs a dtype of .*, this layer's is torch.float64"),
+    ],
+)
+def test_an_impossible_choice_is_refused(choice: str, case: Case, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select(choice, case)
+
+
+def test_nothing_can() -> None:
+    with pytest.raises(ValueError, match=r"^no KDA prefill can run this layer: flashkda: .*; triton: .*; torch: "):
+        select("auto", dataclasses.replace(CPU, dtype=torch.float64))
+
+
+def test_a_missing_kernel_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ValueError, match=r"vllm\._flashkda_C cannot be imported"):
+        select("flashkda", HOPPER)
+    assert select("auto", HOPPER).name == "torch"
+
+
+def test_settings_and_kernels_have_the_same_names() -> None:
+    assert list(PROVIDERS) == ["flashkda", "triton", "torch"]
+
+
+def test_an_installed_flashkda_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no checkpoints, and int64 lengths."""
+    given: list[Any] = []
+    package: Any = types.ModuleType("flash_kda_C")
+    package.fwd, package.get_workspace_size = lambda *tensors: given.append(tensors), lambda *sizes: sum(sizes)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setitem(sys.modules, "flash_kda_C", package)
+    providers.flashkda.cache_clear()
+    provider = select("auto", HOPPER)
+    try:
+        assert provider.name == "flashkda"
+        assert provider.checkpoint_step == 0
+        assert provider.scratch_bytes(1000, 20, 3, 128) == 1023
+        x = torch.zeros(1, 4, 2, 128)
+        state, A_log, lens = torch.zeros(1, 2, 128, 128), torch.zeros(1, 1, 2, 1), torch.tensor([0, 4]).int()
+        beta, dt_bias, scratch = torch.zeros(1, 4, 6)[..., :2], torch.zeros(256), torch.zeros(8)
+        provider.run(Call(x, x, x, x, beta, A_log, dt_bias, -5.0, None, lens, x, state, scratch, None, None))
+    finally:
+        providers.flashkda.cache_clear()
+        providers._flashkda_scratch_bytes.cache_clear()
+    (tensors,) = given
+    assert len(tensors) == 14
+    assert tensors[4].is_contiguous()
+    assert tensors[8].shape == (2,)
+    assert tensors[9].shape == (2, 128)
+    assert tensors[13].dtype == torch.int64

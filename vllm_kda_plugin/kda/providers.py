@@ -1,0 +1,309 @@
+"""The kernels that can run a KDA prefill: what each is able to do, what it needs, and which is taken."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from vllm_kda_plugin.kda.reference import chunked
+
+_FLASHKDA_OF_VLLM, _FLASHKDA_PACKAGE = "vllm._flashkda_C", "flash_kda_C"
+_FLASHKDA_GPUS = (9, 10, 12)  # Major compute capabilities that vLLM compiles FlashKDA for.
+_FLASHKDA_LEAST_BOUND = -5.0  # 16 tokens of it are 80 nats; from 88 on float32 overflows.
+_FLASHKDA_CHECKPOINT_STEP = 16
+_FLASH_DTYPES = (torch.bfloat16,)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a layer asks of a kernel.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        capability: major and minor of the GPU, None without one.
+        head_dim: of keys and values.
+        dtype: of q, k, v, g, beta and the output.
+        state_dtype: of the states.
+        lower_bound: of the bounded gate, None for the softplus gate.
+    """
+
+    device: str
+    capability: tuple[int, int] | None
+    head_dim: int
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    lower_bound: float | None
+
+
+class Call(NamedTuple):
+    """The checked tensors of one prefill, as :func:`vllm_kda_plugin.kda.prefill.kda_prefill` takes them.
+
+    States are dense ``[N, H, V, K]`` here; ``scratch`` is the provider's own part of the workspace.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    lower_bound: float | None
+    initial_state: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    out: torch.Tensor
+    final_state: torch.Tensor
+    scratch: torch.Tensor
+    checkpoint_state: torch.Tensor | None
+    checkpoint_offsets: torch.Tensor | None
+
+
+class Provider(Protocol):
+    """One kernel."""
+
+    name: str
+    dense_inputs: bool
+    """Whether q, k, v and g must be contiguous; else the distance from token to token is free."""
+    alignment: int
+    """Bytes at which every tensor must start."""
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Checkpoints may be taken after multiples of so many tokens; 0: none at all."""
+        ...
+
+    def __hash__(self) -> int:
+        """Providers are told apart by identity."""
+        ...
+
+    def why_not(self, case: Case) -> str | None:
+        """Why this kernel cannot run such a layer here, None if it can."""
+        ...
+
+    def scratch_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """Bytes of scratch for a call; no less for more tokens or sequences."""
+        ...
+
+    def run(self, call: Call) -> None:
+        """Write output, final state and checkpoint state of a case that the kernel can run."""
+        ...
+
+
+class TorchProvider:
+    """The chunk form in torch: the path of the CPU, exact for every gate, head size and dtype."""
+
+    name = "torch"
+    dense_inputs = False
+    alignment = 1
+    checkpoint_step = 1
+
+    def why_not(self, case: Case) -> str | None:
+        """It runs everything; see :class:`Provider`."""
+        return _unlike("dtype", case.dtype, _FLOATS) or _unlike("state dtype", case.state_dtype, _FLOATS)
+
+    def scratch_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """None: torch allocates its own."""
+        return 0
+
+    def run(self, call: Call) -> None:
+        """Computed in float32. On CUDA it synchronises, to read ``cu_seqlens``."""
+        result = chunked(
+            call.q,
+            call.k,
+            call.v,
+            call.g,
+            call.beta,
+            call.A_log,
+            call.dt_bias,
+            call.lower_bound,
+            call.initial_state,
+            call.cu_seqlens,
+            checkpoint_offsets=call.checkpoint_offsets,
+        )
+        num_tokens = int(call.cu_seqlens[-1])
+        call.out[:, :num_tokens].copy_(result.out[:, :num_tokens])
+        call.final_state.copy_(result.final_state)
+        if call.checkpoint_state is not None:
+            call.checkpoint_state.copy_(result.checkpoint_state)
+
+
+class TritonProvider:
+    """vLLM's chunk kernels in Triton: both gates, any NVIDIA GPU that vLLM supports, some 15 launches a call."""
+
+    name = "triton"
+    dense_inputs = True  # vLLM makes them so itself, by an allocation each
+    alignment = 16
+    checkpoint_step = 0
+
+    def why_not(self, case: Case) -> str | None:
+        """See :class:`Provider`."""
+        if case.device != "cuda":
+            return f"it needs a GPU, this layer is on {case.device}"
+        return (
+            _unlike("dtype", case.dtype, (torch.bfloat16, torch.float16))
+            or _unlike("state dtype", case.state_dtype, (torch.float32, torch.bfloat16))
+            or _missing("vllm.models.kimi_k3.nvidia.ops.third_party.kda")
+        )
+
+    def scratch_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """None: vLLM's wrapper allocates its intermediates and takes no buffers for them."""
+        return 0
+
+    def run(self, call: Call) -> None:
+        """The final state is allocated by vLLM's wrapper and copied."""
+        from vllm.models.kimi_k3.nvidia.ops.third_party.kda import chunk_kda_with_fused_gate
+
+        initial_state = call.initial_state
+        if initial_state is None:
+            initial_state = call.final_state.zero_()
+        _, final_state = chunk_kda_with_fused_gate(
+            q=call.q,
+            k=call.k,
+            v=call.v,
+            raw_g=call.g,
+            raw_beta=call.beta,
+            A_log=call.A_log,
+            g_bias=call.dt_bias,
+            lower_bound=call.lower_bound,
+            initial_state=initial_state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=call.cu_seqlens,
+            out=call.out,
+        )
+        call.final_state.copy_(final_state)
+
+
+class FlashKdaProvider:
+    """FlashKDA: the bounded gate, heads of 128, bfloat16. It keeps its state in bfloat16 between chunks of 16 tokens.
+
+    vLLM's own build of it takes checkpoints; without that, the package ``flash_kda`` will do.
+    """
+
+    name = "flashkda"
+    dense_inputs = True
+    alignment = 16
+
+    @property
+    def checkpoint_step(self) -> int:
+        """See :class:`Provider`."""
+        return _FLASHKDA_CHECKPOINT_STEP if _missing(_FLASHKDA_OF_VLLM) is None else 0
+
+    def why_not(self, case: Case) -> str | None:
+        """See :class:`Provider`. The gate's range is what the kernel itself does not check."""
+        if case.device != "cuda" or case.capability is None:
+            return f"it needs a GPU, this layer is on {case.device}"
+        if case.capability[0] not in _FLASHKDA_GPUS:
+            return f"it needs compute capability 9, 10 or 12, this GPU has {case.capability[0]}.{case.capability[1]}"
+        if case.lower_bound is None:
+            return "it does the bounded gate only, this layer's is softplus"
+        if not _FLASHKDA_LEAST_BOUND <= case.lower_bound < 0:
+            return f"it needs a lower bound in [{_FLASHKDA_LEAST_BOUND}, 0), this layer's is {case.lower_bound}"
+        if case.head_dim != 128:
+            return f"it needs heads of 128, this layer's are {case.head_dim}"
+        wrong_dtype = _unlike("dtype", case.dtype, _FLASH_DTYPES) or _unlike(
+            "state dtype", case.state_dtype, (torch.float32, torch.bfloat16)
+        )
+        if wrong_dtype or _missing(_FLASHKDA_PACKAGE) is None:
+            return wrong_dtype
+        return _missing(_FLASHKDA_OF_VLLM)
+
+    def scratch_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """What the kernel says, which it does not check."""
+        return _flashkda_scratch_bytes(num_tokens, num_sequences, num_heads)
+
+    def run(self, call: Call) -> None:
+        """One call; beta is transposed by the kernel's wrapper."""
+        A_log = call.A_log if call.A_log.dim() == 1 else call.A_log.view(-1)
+        dt_bias = call.dt_bias if call.dt_bias.dim() == 2 else call.dt_bias.view(-1, call.q.shape[-1])
+        beta, cu_seqlens = call.beta, call.cu_seqlens
+        checkpoints: tuple[torch.Tensor | None, ...] = (call.checkpoint_state, call.checkpoint_offsets)
+        fwd, of_vllm = flashkda()
+        if not of_vllm:  # it is more particular; both are small
+            beta, cu_seqlens, checkpoints = beta.contiguous(), cu_seqlens.long(), ()
+        fwd(
+            call.q,
+            call.k,
+            call.v,
+            call.g,
+            beta,
+            call.q.shape[-1] ** -0.5,
+            call.out,
+            call.scratch,
+            A_log,
+            dt_bias,
+            call.lower_bound,
+            call.initial_state,
+            call.final_state,
+            cu_seqlens,
+            *checkpoints,
+        )
+
+
+@functools.cache
+def flashkda() -> tuple[Callable[..., None], bool]:
+    """FlashKDA's function, and whether it is the one in vLLM, which takes checkpoints and int32 ``cu_seqlens``."""
+    if _missing(_FLASHKDA_OF_VLLM) is None:
+        return torch.ops._flashkda_C.fwd.default, True
+    return importlib.import_module(_FLASHKDA_PACKAGE).fwd, False
+
+
+@functools.lru_cache(maxsize=4096)  # Every layer of a step asks the same, several times.
+def _flashkda_scratch_bytes(num_tokens: int, num_sequences: int, num_heads: int) -> int:
+    source = torch.ops._flashkda_C if flashkda()[1] else importlib.import_module(_FLASHKDA_PACKAGE)
+    return int(source.get_workspace_size(num_tokens, num_heads, max(num_sequences, 1)))
+
+
+PROVIDERS: dict[str, Provider] = {
+    provider.name: provider for provider in (FlashKdaProvider(), TritonProvider(), TorchProvider())
+}
+"""Best first."""
+
+
+def select(choice: str, case: Case) -> Provider:
+    """The provider of a layer.
+
+    Args:
+        choice: the setting ``kda_plugin.prefill``.
+        case: the layer.
+
+    Raises:
+        ValueError: what was chosen cannot run this layer here, with the reason.
+    """
+    if choice == "native":
+        raise ValueError(f"kda_plugin.prefill = native cannot be had: this version has no such kernel; {_usable(case)}")
+    if choice != "auto":
+        reason = PROVIDERS[choice].why_not(case)
+        if reason:
+            raise ValueError(f"kda_plugin.prefill = {choice} cannot run this layer: {reason}; {_usable(case)}")
+        return PROVIDERS[choice]
+    for provider in PROVIDERS.values():
+        if provider.why_not(case) is None:
+            return provider
+    reasons = "; ".join(f"{name}: {provider.why_not(case)}" for name, provider in PROVIDERS.items())
+    raise ValueError(f"no KDA prefill can run this layer: {reasons}")
+
+
+def _usable(case: Case) -> str:
+    names = [name for name, provider in PROVIDERS.items() if provider.why_not(case) is None]
+    return f"allowed here are {', '.join(['auto', *names])}"
+
+
+def _unlike(what: str, found: torch.dtype, allowed: tuple[torch.dtype, ...]) -> str | None:
+    if found in allowed:
+        return None
+    return f"it needs a {what} of {' or '.join(map(str, allowed))}, this layer's is {found}"
+
+
+def _missing(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a missing library may raise anything
+        return f"{module} cannot be imported ({type(error).__name__}: {error})"
+    return None
