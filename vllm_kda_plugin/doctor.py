@@ -172,9 +172,21 @@ def check_kernels(facts: Facts) -> Iterator[Row]:
     for name, state, detail in facts.engine.get("kernels", []):
         found = f"{_KERNEL_STATES[state]}{f': {detail}' if detail else ''}"
         if state == "none":
-            yield Row(f"kernel {name}", found, "warning", "See CuPy and GPU; until then stock attention does the work.")
+            yield Row(f"kernel {name}", found, "warning", "See CuPy and GPU; until then vLLM or torch does the work.")
         else:
             yield Row(f"kernel {name}", found)
+
+
+def check_kda(facts: Facts) -> Iterator[Row]:
+    """Which kernel would run the prefill of KDA layers, which others could, and why not the rest."""
+    for gate, reasons in facts.engine.get("kda", {}).items():
+        able = [name for name, reason in reasons.items() if not reason]
+        best = f"{able[0]} is chosen" if facts.on_cpu else f"vLLM's own unless named; {able[0]} is best"
+        said = [best, *(f"{name} can too" for name in able[1:])]
+        said += [f"not {name}: {reason}" for name, reason in reasons.items() if reason]
+        slow = able == ["torch"] and not facts.on_cpu
+        fix = _complete(facts) if slow else ""
+        yield Row(f"KDA prefill, {gate} gate", "; ".join(said), "warning" if slow else "ok", fix)
 
 
 def check_plugin(facts: Facts) -> Iterator[Row]:
@@ -245,6 +257,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Row]], ...] = (
     check_gpu,
     check_cupy,
     check_kernels,
+    check_kda,
     check_plugin,
     check_settings,
     check_backends,

@@ -88,8 +88,9 @@ def probe() -> dict[str, Any]:
 
     Returns:
         ``platform`` (such as ``cpu``), ``cuda_available``, ``kernels`` (name, state, detail of each) and either
-        ``registered`` (name to class path) and ``chosen`` (value of --attention-backend, "" for none, to
-        the class path that the platform's selector takes, or its error), or ``lacks``: the error that
+        ``registered`` (name to class path), ``chosen`` (value of --attention-backend, "" for none, to
+        the class path that the platform's selector takes, or its error) and ``kda`` (gate of a KDA layer, to
+        kernel, best first, to why it cannot run the prefill here, "" if it can), or ``lacks``: the error that
         keeps the plugin inactive in this vLLM.
     """
     import torch
@@ -103,7 +104,7 @@ def probe() -> dict[str, Any]:
         "kernels": _kernels(),
     }
     try:
-        return {**found, **_backends(current_platform)}
+        return {**found, **_backends(current_platform), "kda": _kda(current_platform)}
     except Exception as error:
         return {**found, "lacks": f"{type(error).__name__}: {error}"}
 
@@ -130,6 +131,25 @@ def _backends(current_platform: Platform) -> dict[str, Any]:
         except Exception as error:
             chosen[flag] = f"{type(error).__name__}: {error}"
     return {"registered": registered, "chosen": chosen}
+
+
+def _kda(current_platform: Platform) -> dict[str, dict[str, str]]:
+    """``kda`` of :func:`probe`, of an everyday layer."""
+    import torch
+
+    from vllm_kda_plugin.kda.providers import PROVIDERS, Case
+
+    dtype = torch.float32 if current_platform.is_cpu() else torch.bfloat16
+    capability = current_platform.get_device_capability()
+    version = None if capability is None else (capability.major, capability.minor)
+    cases = {
+        gate: Case(current_platform.device_type, version, 128, dtype, torch.float32, lower_bound)
+        for gate, lower_bound in (("bounded", -5.0), ("softplus", None))
+    }
+    return {
+        gate: {name: provider.why_not(case) or "" for name, provider in PROVIDERS.items()}
+        for gate, case in cases.items()
+    }
 
 
 def _kernels() -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""The ``vllm.general_plugins`` entry point: tells vLLM, in each of its processes, that the backend exists."""
+"""The ``vllm.general_plugins`` entry point: tells vLLM, in each of its processes, what it gets from us."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ logger = logging.getLogger("vllm.kda_plugin")
 
 
 def register() -> None:
-    """Register the backend names with vLLM and teach the platform's selector about them.
+    """Register the backend names with vLLM, teach the platform's selector about them, replace the KDA layers.
 
     Called by vLLM in every process, possibly more than once; a second call changes nothing. Never
     raises: without a usable vLLM it logs what is missing and leaves everything as it was.
     """
     try:
-        from vllm_kda_plugin.platforms import registry, selector
+        from vllm_kda_plugin.platforms import kda, registry, selector
 
         registry.register_names()
         selector.install()
+        kda.install()
     except Exception as error:  # whatever escapes from here ends vLLM
         logger.warning(
             "vllm-kda-plugin is inactive, stock backends are used: this vLLM lacks what it needs (%s: %s). "

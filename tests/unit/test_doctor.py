@@ -94,6 +94,27 @@ def test_a_good_machine_has_nothing_to_fix(facts: Facts, found: list[str]) -> No
         assert part in report
 
 
+def test_kernels_of_kda_layers() -> None:
+    missing = "vllm._flashkda_C cannot be imported"
+    kda = {
+        "bounded": {"flashkda": "", "triton": "", "torch": ""},
+        "softplus": {"flashkda": "the bounded gate only", "triton": "", "torch": ""},
+    }
+    facts = gpu_facts()
+    facts.engine |= {"kda": kda}
+    assert not bad(facts)
+    found = {row.name: row.found for row in doctor.examine(facts)}
+    assert (
+        found["KDA prefill, bounded gate"] == "vLLM's own unless named; flashkda is best; triton can too; torch can too"
+    )
+    softplus = "vLLM's own unless named; triton is best; torch can too; not flashkda: the bounded gate only"
+    assert found["KDA prefill, softplus gate"] == softplus
+    kda["bounded"] |= {"flashkda": missing, "triton": missing}
+    (row,) = bad(facts)
+    assert row.verdict == "warning"
+    assert row.found == f"vLLM's own unless named; torch is best; not flashkda: {missing}; not triton: {missing}"
+
+
 def test_nothing_installed() -> None:
     rows = bad(Facts(versions={"rich": "15.0.0", "vllm-kda-plugin": "0.1.0"}, entry_point=True))
     assert [row.name for row in rows] == ["torch", "vLLM"]
