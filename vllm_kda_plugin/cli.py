@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 PLOT_FORMATS = (".pdf", ".png", ".svg")
 
@@ -36,6 +37,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="measure one request of each of these sizes, in every layout, in place of the usual sizes",
     )
     gather.set_defaults(run=_bench_gather)
+    summary = "measure the kernels of a KDA prefill, and how exact they are; on a CPU it is torch that is measured"
+    kda = benches.add_parser("kda", help=summary, description=summary)
+    kda.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures here")
+    kda.add_argument("--plot", type=_plot_file, metavar="FILE", help="plot here, as .png, .svg or .pdf")
+    kda.add_argument(
+        "--overhead", action="store_true", help="measure what a layer pays for allocating, in place of the kernels"
+    )
+    kda.set_defaults(run=_bench_kda)
+    summary = "measure attention steps beside vLLM's FLASH_ATTN on the same tensors; needs a GPU"
+    attention = benches.add_parser("attention", help=summary, description=summary)
+    attention.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures here")
+    attention.add_argument("--plot", type=_plot_file, metavar="FILE", help="plot here, as .png, .svg or .pdf")
+    attention.add_argument(
+        "--calibrate",
+        type=_new_file,
+        metavar="FILE",
+        help="measure no grid but what planning on this GPU rests on; kda_plugin.calibration reads it from here",
+    )
+    attention.set_defaults(run=_bench_attention)
+    summary = "time to first token and tokens per second of two attention backends in vLLM's engine"
+    serve = benches.add_parser("serve", help=summary, description=summary)
+    serve.add_argument("--model", help="what vllm serve takes, in place of one with random weights")
+    serve.add_argument(
+        "--backends",
+        nargs=2,
+        metavar=("BACKEND", "OTHER"),
+        help="two values of --attention-backend, in place of CUSTOM and FLASH_ATTN (on a CPU: CPU_ATTN)",
+    )
+    serve.add_argument("--prompt-tokens", type=_positive, nargs="+", metavar="N", help="lengths of the prompts")
+    serve.add_argument("--chunk", type=_positive, metavar="N", help="prompt tokens computed in one step")
+    serve.add_argument("--eager", action="store_true", help="neither compile the model nor use CUDA graphs")
+    serve.add_argument("--json", type=_new_file, metavar="FILE", help="write all samples here")
+    serve.add_argument("--plot", type=_plot_file, metavar="FILE", help="plot here, as .png, .svg or .pdf")
+    serve.set_defaults(run=_bench_serve)
     arguments = vars(parser.parse_args(argv))
     return int(arguments.pop("run")(**arguments))
 
@@ -59,6 +94,36 @@ def _bench_gather(json: Path | None, plot: Path | None, num_tokens: Sequence[int
         print(error, file=sys.stderr)
         return 1
     return gather.run(json, plot, num_tokens)
+
+
+def _bench_kda(json: Path | None, plot: Path | None, overhead: bool) -> int:
+    try:
+        from vllm_kda_plugin.bench import kda
+    except (ImportError, ValueError) as error:  # no torch, or a wrong VLLM_KDA_CHECK
+        print(error, file=sys.stderr)
+        return 1
+    return kda.run(json, plot, overhead)
+
+
+def _bench_attention(json: Path | None, plot: Path | None, calibrate: Path | None) -> int:
+    if calibrate and (json or plot):
+        print("--calibrate measures no grid, so --json and --plot do not go with it", file=sys.stderr)
+        return 2
+    try:
+        from vllm_kda_plugin.bench import attention
+    except (ImportError, ValueError) as error:  # no torch, or a wrong VLLM_KDA_CHECK
+        print(error, file=sys.stderr)
+        return 1
+    return attention.run(json, plot, calibrate)
+
+
+def _bench_serve(**options: Any) -> int:
+    try:
+        from vllm_kda_plugin.bench import serve
+    except ImportError as error:  # no torch
+        print(error, file=sys.stderr)
+        return 1
+    return serve.run(**options)
 
 
 def _new_file(text: str) -> Path:

@@ -1,4 +1,5 @@
-"""Writes small random models to disk, tokenizer included, so that demos and tests need no model hub."""
+"""Writes random models to disk, so that demos, tests and benchmarks need no model hub: small ones whole, with a
+tokenizer; of large ones the configuration."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ TIED_EMBEDDING_STD = 0.01
 # The projection out of the MLP is narrow, so that attention decides the next token more than the last token does.
 MLP_OUT_STD = 0.05
 _MLP_OUT = ("down_proj.weight", "dense_4h_to_h.weight")
+_INPUTS = 256
 
 _SMALL: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
+    "hidden_size": _INPUTS,
+    "intermediate_size": _INPUTS,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -60,11 +62,10 @@ def write_model(path: pathlib.Path, model_type: str = "llama", *, seed: int = 0,
     if done.exists():
         return path
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     path.mkdir(parents=True, exist_ok=True)
-    settings = {**_SMALL, "vocab_size": VOCAB_SIZE, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
-    hf_config = AutoConfig.for_model(model_type, **{**settings, **config})
+    hf_config = _configuration(model_type, config)
     hf_config.dtype = "float32"
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(hf_config).to(torch.float32)
@@ -79,3 +80,38 @@ def write_model(path: pathlib.Path, model_type: str = "llama", *, seed: int = 0,
     write_tokenizer(path)
     model.save_pretrained(str(path), safe_serialization=True)
     return path
+
+
+def write_config(path: pathlib.Path, model_type: str = "llama", **config: Any) -> pathlib.Path:
+    """Write only the configuration of a model, for engines that make its weights: ``load_format="dummy"``.
+
+    Args:
+        path: a folder; made if missing.
+        model_type: as for :func:`write_model`.
+        config: likewise.
+
+    Returns:
+        ``path``.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    hf_config = _configuration(model_type, config)
+    hf_config.dtype = "bfloat16"
+    hf_config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    hf_config.save_pretrained(str(path))
+    return path
+
+
+def wide_std(name: str, num_inputs: int) -> float:
+    """Standard deviation of the weight matrix ``name``, of ``num_inputs`` columns, in a model of any width.
+
+    Each layer's outputs are then as wide as in the small models, and greedy text as varied.
+    """
+    return (MLP_OUT_STD if name.endswith(_MLP_OUT) else WEIGHT_STD) * (_INPUTS / num_inputs) ** 0.5
+
+
+def _configuration(model_type: str, config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    settings = {**_SMALL, "vocab_size": VOCAB_SIZE, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
+    return AutoConfig.for_model(model_type, **{**settings, **config})

@@ -64,9 +64,7 @@ def run(json_file: Path | None, plot_file: Path | None, num_tokens: Sequence[int
 def measure_all(device: torch.device, num_tokens: Sequence[int] | None) -> dict[str, Any]:
     """Measure every case, telling of each as it is done; returns what --json writes."""
     report: dict[str, Any] = {**timing.describe(device), "copy_tb_per_s": timing.copy_tb_per_s(device)}
-    print(", ".join(f"{name.replace('_', ' ')} {found}" for name, found in report["machine"].items()))
-    print(", ".join(f"{name} {version}" for name, version in report["versions"].items()))
-    print(f"A large Tensor.copy_ reads and writes {report['copy_tb_per_s']:.3g} TB/s.")
+    timing.tell(report)
     if device.type == "cpu":
         print("No kernel runs on a CPU: what is timed here is torch.")
     report["host_us"] = _host_us(device) if device.type == "cuda" else None

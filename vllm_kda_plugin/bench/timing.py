@@ -25,6 +25,8 @@ Thing = TypeVar("Thing")
 
 ROUNDS = 11
 _HOST_CALLS = 300
+_IN_A_ROW = 5
+_WARM_UP, _DRAINED_REPEATS = 20, 9
 # A graph moves about this much, 1 ms on a fast GPU, unless that takes more launches than a graph should hold.
 _GRAPH_BYTES = 4 << 30
 _GRAPH_LAUNCHES = 4, 200
@@ -82,12 +84,17 @@ def measure(rotations: Mapping[str, Sequence[Call]], bytes_moved: int, device: t
     return {name: Timing(us[name, "hot"], us.get((name, "cold"), us[name, "hot"])) for name in rotations}
 
 
-def interleaved_medians(things: Mapping[Key, Thing], time_one: Callable[[Thing], float]) -> dict[Key, float]:
-    """Median of :data:`ROUNDS` timings of each thing, one timing of every thing a round."""
+def interleaved_medians(
+    things: Mapping[Key, Thing], time_one: Callable[[Thing], float], rounds: int | None = None
+) -> dict[Key, float]:
+    """Median of ``rounds`` timings of each thing (None for :data:`ROUNDS`), one timing of every thing a round.
+
+    Every other round goes backwards: clocks that fall from timing to timing favour nobody.
+    """
     samples: dict[Key, list[float]] = {key: [] for key in things}
-    for _ in range(ROUNDS):
-        for key, thing in things.items():
-            samples[key].append(time_one(thing))
+    for turn in range(ROUNDS if rounds is None else rounds):
+        for key in list(things)[:: -1 if turn % 2 else 1]:
+            samples[key].append(time_one(things[key]))
     return {key: statistics.median(times) for key, times in samples.items()}
 
 
@@ -106,6 +113,40 @@ def host_us(call: Call) -> float:
         launch_in_turn([call], _HOST_CALLS)
         samples.append((time.perf_counter() - begin) / _HOST_CALLS * 1e6)
     return statistics.median(samples[1:])
+
+
+def busy_us(calls: Mapping[Key, Call], device: torch.device) -> dict[Key, float]:
+    """Median microseconds of the device that a call takes when it follows another, whatever the host does meanwhile.
+
+    Args:
+        calls: they have run before. On a GPU they need not be capturable; one that waits for the GPU is timed with
+            the wait.
+        device: where they run.
+    """
+    if device.type == "cpu":
+        return interleaved_medians(calls, _time_call)
+    repeated = {}
+    for key, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        asked_us = _time_call(call)  # asynchronous: the host's time
+        torch.cuda.synchronize()
+        # The GPU sleeps, at 2 GHz or less, until the host has asked for everything.
+        repeated[key] = call, _IN_A_ROW, int((_IN_A_ROW * asked_us * 1.5 + 50) * 2e3)
+    return interleaved_medians(repeated, _time_behind_sleep)
+
+
+def drained_us(calls: Mapping[Key, Call], device: torch.device) -> dict[Key, float]:
+    """Median microseconds of the wall that one call takes, host and device, from an idle device to an idle device."""
+    if device.type == "cpu":
+        for call in calls.values():
+            call()
+        return interleaved_medians(calls, _time_call)
+    for call in calls.values():
+        for _ in range(_WARM_UP):
+            call()
+    medians = [interleaved_medians(calls, _time_drained) for _ in range(_DRAINED_REPEATS)]
+    return {key: statistics.median(one[key] for one in medians) for key in calls}
 
 
 def copies(bytes_moved: int, count: int, device: torch.device) -> dict[str, list[Call]]:
@@ -129,6 +170,14 @@ def copy_tb_per_s(device: torch.device) -> float:
     bytes_moved = 2 * _COPY_BYTES[device.type]
     calls = copies(bytes_moved, 1, device)["copy"]
     return bytes_moved / measure({"copy": calls}, bytes_moved, device)["copy"].hot_us / 1e6
+
+
+def tell(report: Mapping[str, Any]) -> None:
+    """Print what measures, from what :func:`describe` says."""
+    print(", ".join(f"{name.replace('_', ' ')} {found}" for name, found in report["machine"].items()))
+    print(", ".join(f"{name} {version}" for name, version in report["versions"].items()))
+    if "copy_tb_per_s" in report:
+        print(f"A large Tensor.copy_ reads and writes {report['copy_tb_per_s']:.3g} TB/s.")
 
 
 def describe(device: torch.device) -> dict[str, dict[str, Any]]:
@@ -155,6 +204,26 @@ def _time_call(call: Call) -> float:
     begin = time.perf_counter()
     call()
     return (time.perf_counter() - begin) * 1e6
+
+
+def _time_drained(call: Call) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def _time_behind_sleep(repeated: tuple[Call, int, int]) -> float:
+    call, count, cycles = repeated
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(cycles)
+    begin.record()
+    launch_in_turn([call], count)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / count
 
 
 def _capture(calls: Sequence[Call], count: int) -> torch.cuda.CUDAGraph:
