@@ -19,7 +19,7 @@ from vllm_kda_plugin.attention.stats import STATS
 from vllm_kda_plugin.bench import attention_layers
 from vllm_kda_plugin.bench.attention_cases import LAYERS, Batch, Case, Tensors
 from vllm_kda_plugin.bench.attention_layers import Backend
-from vllm_kda_plugin.bench.attention_steps import Clock, Step, gpu_parts, ratio_quartiles, step_layers, time_steps
+from vllm_kda_plugin.bench.attention_steps import Clock, Step, gpu_parts, ratio_quartiles, step_sizes, time_steps
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -67,8 +67,8 @@ def measure(stock: Backend, ours: Backend, batch: Batch, clock: Clock) -> Row:
     row["path"] = row["agreement"].pop("path")
     if fault := row["agreement"].pop("wrong", None):
         row["wrong"] = fault
-    row["layers"] = layers = step_layers(stock, batch, clock)
-    steps = {"stock": Step(stock, batch, clock, layers), "ours": Step(ours, batch, clock, layers)}
+    row["layers"], row["steps_in_a_row"] = sizes = step_sizes(stock, batch, clock)
+    steps = {"stock": Step(stock, batch, clock, *sizes), "ours": Step(ours, batch, clock, *sizes)}
     us = time_steps(steps)
     row |= {f"{name}_us": figure for name, figure in us.items()}
     row["ratio"] = us["stock"] / us["ours"]

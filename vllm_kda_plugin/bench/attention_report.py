@@ -69,7 +69,7 @@ def show(report: dict[str, Any]) -> None:
     console.print(_grid(report["cases"]))
     print(
         f"us: a layer's part of a step of {SHORT_LAYERS} layers, {LAYERS} where one takes {SHORT_US:.0f} us or more, "
-        "with its one build, from idle GPU to idle GPU; steps of decodes only are full CUDA graphs."
+        "with its one build; short steps three in a row, from idle GPU to idle GPU; decodes only are full CUDA graphs."
     )
     print("ratio: stock / ours, in brackets the quartiles of single rounds. GPU us: of one layer, no host time.")
     print("differs: ours from stock, beside two stock runs of 1 and 4 splits; of the row's largest value.")

@@ -1,8 +1,9 @@
 """How a step of attention layers is timed.
 
 A step is what an engine does for all its attention layers of one kind: one build of the metadata, then one forward a
-layer. Its time is the host's clock from an idle GPU to an idle GPU, so what the host does counts wherever the GPU waits
-for it. In an engine the GPU has other work between attention layers, which hides some of that: here is the worst case.
+layer. Short steps are run a few in a row, as an engine sends them while the GPU still works on the one before; the time
+is the host's clock from an idle GPU to an idle GPU. So what the host does counts wherever the GPU waits for it. In an
+engine the GPU has other work between attention layers, which hides some of that: here is the worst case.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from vllm_kda_plugin.bench.attention_layers import Backend
 # Timings of a cell: about this many microseconds of each backend, within these numbers of rounds.
 _BUDGET_US = 30_000
 _ROUNDS = 4, 41
+# Short steps in a row; what precedes a step's first launch is nothing beside a long one.
+_REPEATS, _LONG_STEP_US = 3, 20_000
 # Layers whose calls are timed on the GPU; the median is taken.
 _TIMED_LAYERS = 3
 _HOLD_CYCLES = 6_000_000
@@ -58,7 +61,7 @@ class Clock:
 
 @dataclasses.dataclass
 class Step:
-    """One step of one backend; called, it runs once and returns microseconds.
+    """One step of one backend; called, it runs, a few times in a row, and returns microseconds of one.
 
     A step of decodes only is a full CUDA graph in an engine: the metadata is built anew, into the buffers that the
     graph reads, and the forwards are replayed.
@@ -68,6 +71,8 @@ class Step:
     batch: Batch
     clock: Clock
     layers: int = LAYERS
+    repeats: int = 1
+    """Steps in a row."""
     samples: list[float] = dataclasses.field(default_factory=list)
     builds: list[float] = dataclasses.field(default_factory=list)
     """Microseconds of the host's time in build, of each sample."""
@@ -87,28 +92,34 @@ class Step:
             self.backend.forward(self.batch, layer % len(self.batch.caches), metadata)
 
     def __call__(self) -> float:
+        builds = sends = 0.0
         self.clock.drain()
         begin = time.perf_counter()
-        metadata = self.backend.build(self.batch)
-        built = time.perf_counter()
-        if self.replay is None:
-            self._forwards(metadata)
-        else:
-            self.replay()
-        sent = time.perf_counter()
+        for _ in range(self.repeats):
+            start = time.perf_counter()
+            metadata = self.backend.build(self.batch)
+            built = time.perf_counter()
+            if self.replay is None:
+                self._forwards(metadata)
+            else:
+                self.replay()
+            builds += built - start
+            sends += time.perf_counter() - built
         self.clock.drain()
-        microseconds = (time.perf_counter() - begin) * 1e6
+        microseconds = (time.perf_counter() - begin) * 1e6 / self.repeats
         self.samples.append(microseconds)
-        self.builds.append((built - begin) * 1e6)
-        self.sends.append((sent - built) * 1e6)
+        self.builds.append(builds * 1e6 / self.repeats)
+        self.sends.append(sends * 1e6 / self.repeats)
         return microseconds
 
 
-def step_layers(backend: Backend, batch: Batch, clock: Clock) -> int:
-    """Layers of a step: as many as a model has where that does not take long."""
+def step_sizes(backend: Backend, batch: Batch, clock: Clock) -> tuple[int, int]:
+    """Layers of a step, as many as a model has where that does not take long, and how many short steps in a row."""
     step = Step(backend, batch, clock)
     step()
-    return SHORT_LAYERS if step() < SHORT_US * step.layers else LAYERS
+    us = step() / step.layers
+    layers = SHORT_LAYERS if us < SHORT_US else LAYERS
+    return layers, _REPEATS if us * layers < _LONG_STEP_US else 1
 
 
 def time_steps(steps: Mapping[str, Step], rounds: int | None = None) -> dict[str, float]:
@@ -119,7 +130,7 @@ def time_steps(steps: Mapping[str, Step], rounds: int | None = None) -> dict[str
         rounds: how often each is timed; None for as often as its length suggests, after running once for that.
     """
     if rounds is None:
-        longest = max(step() for step in steps.values())
+        longest = max(step() * step.repeats for step in steps.values())
         for step in steps.values():
             for kept in (step.samples, step.builds, step.sends):
                 kept.clear()
