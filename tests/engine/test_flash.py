@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker import workspace as vllm_workspace
 
 from tests.support.flash import attention, flash_attn_varlen_func
+from vllm_kda_plugin.attention import flash_metadata
 from vllm_kda_plugin.attention.flash import GatherFlashAttentionBackend, GatherFlashAttentionImpl
 from vllm_kda_plugin.attention.flash_metadata import GatherFlashMetadata, GatherFlashMetadataBuilder
 from vllm_kda_plugin.attention.stats import STATS
@@ -252,6 +253,16 @@ def test_with_speculation_only_prefills_are_planned(paged: Stock, padded: bool) 
     assert [part.max_query_len for part in paged.calls] == [4, 3]
     common = batch.common(seq_lens_cpu_upper_bound=batch.seq_lens + unknown)
     assert not isinstance(builder.build(0, common), GatherFlashMetadata)
+
+
+def test_what_each_kind_of_layer_does_is_said_at_the_start(paged: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[int | None] = []
+    monkeypatch.setattr(flash_metadata, "log_choice", lambda planner: said.append(planner.layer.window))
+    impls = {"a": make_impl(), "b": make_impl(sliding_window=24), "c": make_impl()}
+    layers = {name: SimpleNamespace(impl=impl) for name, impl in impls.items()} | {"other": SimpleNamespace()}
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    make_builder()._announce(config, [*layers, "gone"], BLOCK_SIZE)
+    assert said == [None, 23]
 
 
 def test_the_plan_is_made_once_for_layers_of_a_kind(paged: Stock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
             self._reserve()
         else:
             if type(attn_metadata) is GatherFlashMetadata and self.workspace_bytes and output_scale is None:
-                kind = self._kind(kv_cache, key)
+                kind = self.kind(kv_cache.shape[2], key is not None)
                 planned = attn_metadata.planned(kind)
                 if planned is not None and self._prepared(planned, kind, attn_metadata, query, output):
                     self._run(planned, layer, query, key, value, kv_cache, output)
@@ -192,8 +192,13 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
             alibi_slopes=self.alibi_slopes,
         )
 
-    def _kind(self, kv_cache: torch.Tensor, key: torch.Tensor | None) -> Kind:
-        page_size, has_key = kv_cache.shape[2], key is not None
+    def kind(self, page_size: int, has_key: bool) -> Kind:
+        """What about this layer its time depends on.
+
+        Args:
+            page_size: tokens in a block of its cache.
+            has_key: whether it is given the step's own K and V.
+        """
         kind = self._kinds.get((page_size, has_key))
         if kind is None:
             layer = Layer(

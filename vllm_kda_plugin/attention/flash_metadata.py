@@ -140,6 +140,15 @@ class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             if calibration is not None:
                 self.least_pairs = planning.waiting_pairs(calibration, self.num_heads_q, self.headdim)
         self._capturing = False
+        self._announce(vllm_config, layer_names, kv_cache_spec.block_size)
+
+    def _announce(self, vllm_config: VllmConfig, layer_names: list[str], page_size: int) -> None:
+        """Say at the start what each kind of layer will do."""
+        layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
+        for name in layer_names if self.plans_steps else ():
+            kind_of_layer = getattr(getattr(layers.get(name), "impl", None), "kind", None)
+            if kind_of_layer is not None:
+                self._planner(kind_of_layer(page_size, True))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
