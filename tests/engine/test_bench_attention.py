@@ -152,7 +152,7 @@ def test_the_grid_is_measured_and_told(
     report = attention.measure_all(CPU, file)
     assert json.loads(file.read_text()) == json.loads(json.dumps(report))
     assert told[2] == "4/2 D128, page 16, 30 after 70"
-    assert [row["path"] for row in report["cases"]] == ["paged", "fresh", "gather", "paged + gather", "paged"]
+    assert [row["path"] for row in report["cases"]] == ["paged", "fresh", "gather", "paged + fresh + gather", "paged"]
     assert clock.captured == 6  # of two cases stock and ours, and stock once to see how long it takes
     for row, case in zip(report["cases"], CASES, strict=True):
         assert "wrong" not in row
@@ -166,7 +166,7 @@ def test_the_grid_is_measured_and_told(
     for row in report["peers"]:
         assert "error" in row  # neither runs on a CPU
     attention_report.show(report)
-    assert "paged + gather" in capsys.readouterr().out
+    assert "paged + fresh + gather" in capsys.readouterr().out
     plots.save_attention(report, tmp_path / "x.png")
 
 

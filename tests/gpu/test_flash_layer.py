@@ -206,3 +206,21 @@ def test_features(options: dict[str, Any], mib: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("order", [[2, 0, 1], [0, 2, 1, 3], [3, 0, 4, 1, 2]])
 def test_decodes_anywhere(order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     compare(Shape(), [MIXED[i] for i in order], monkeypatch)
+
+
+def test_a_neighbours_nan_stays_with_the_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 loads whole tiles, and 0 times NaN is NaN."""
+    shape, lengths = Shape(), [(0, 700), (3000, 600), (0, 130)]
+    impl, builder = make_layer(shape, SETTINGS, monkeypatch)
+    (query, key, value, cache), common = make_batch(shape, lengths)
+    value[700:1300] = torch.nan
+    cache.transpose(1, 2).flatten(0, 1)[common.slot_mapping[700:1300], :, shape.head_size :] = torch.nan
+    one = torch.ones((), device=DEVICE)
+    layer: Any = SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one)
+    out = torch.zeros_like(query)
+    before = STATS.gather_calls + STATS.fresh_calls
+    impl.forward(layer, query, key, value, cache, builder.build(0, common), out)
+    assert STATS.gather_calls + STATS.fresh_calls == before + 3
+    assert out[700:1300].isnan().any()
+    assert out[:700].isfinite().all()
+    assert out[1300:].isfinite().all()

@@ -288,6 +288,16 @@ class Planner:
     def _penalties(self) -> tuple[float, float]:
         return (0.0, 0.0) if self.rate is None else (self.rate.paged_penalty, self.rate.fresh_penalty)
 
+    @property
+    def shares_calls(self) -> bool:
+        """Whether neighbours on contiguous K and V share a call.
+
+        A tile of FlashAttention 3 reads past the end of a sequence, and multiplies by 0 what it finds there: NaN in the
+        next request's V would become NaN in this one's output (https://github.com/Dao-AILab/flash-attention/issues/2374).
+        So each has a call of its own, whose tensors end with it. Not so where decodes must be gathered too.
+        """
+        return self.layer.must_gather
+
     @functools.cached_property
     def _waiting_pairs(self) -> float:
         if self.forced or self.calibration is None:
@@ -370,8 +380,8 @@ class Planner:
     def choose(self, requests: Sequence[Request]) -> list[Way]:
         """The fastest way for each request of a step, in the order of the batch; see :meth:`cost_of`.
 
-        Neighbours of one way share a call, so a request may take the way of its neighbours. Where the stock call for
-        all is as fast as anything, it is taken.
+        Neighbours that are paged share a call, so a request may be paged because they are. Where the stock call for all
+        is as fast as anything, it is taken.
 
         Args:
             requests: query tokens and cached tokens of each, None for a run of decodes, which are always paged.
@@ -391,7 +401,7 @@ class Planner:
             for way, cost in self._weighed_us(its_costs).items():
 
                 def change(last: Way, way: Way = way, first: bool = not before) -> float:
-                    return 0.0 if last == way else self._change_us(way, first)
+                    return 0.0 if last == way and self._joins(way) else self._change_us(way, first)
 
                 reached[way] = min(best, key=lambda last: best[last] + change(last))
                 following[way] = best[reached[way]] + change(reached[way]) + cost
@@ -444,7 +454,7 @@ class Planner:
         total = 0.0
         for i, (request, way) in enumerate(zip(requests, ways, strict=True)):
             calls = self.parts(*request).calls if way == "gather" and request is not None else 1
-            if i == 0 or ways[i - 1] != way or calls > 1:
+            if i == 0 or ways[i - 1] != way or calls > 1 or not self._joins(way):
                 total += each[way] * calls
         return total
 
@@ -459,19 +469,23 @@ class Planner:
             weighed.pop("paged", None)
         return weighed
 
+    def _joins(self, way: Way) -> bool:
+        """Whether a request can be in the call of a neighbour that goes the same way."""
+        return way == "paged" or self.shares_calls
+
     def _change_us(self, way: Way, first: bool) -> float:
         """What a call of its own costs; a step's first attention call costs nothing more than the stock one."""
         measured = self.calibration or H200
         return (0.0 if first else measured.call_us) + (measured.gather_us if way == "gather" else 0.0)
 
     def cost_of(self, requests: Sequence[Request], ways: Sequence[Way]) -> float:
-        """What a step costs if each request goes its way, a call for each run of neighbours that share one."""
+        """What a step costs if each request goes its way, a call for each run of neighbours that are paged."""
         return self._gpu_us([_DECODES if request is None else self.costs_us(*request) for request in requests], ways)
 
     def _gpu_us(self, costs: Sequence[dict[Way, float]], ways: Sequence[Way]) -> float:
         total = 0.0
         for i, (its_costs, way) in enumerate(zip(costs, ways, strict=True)):
             total += its_costs.get(way, math.inf)
-            if i == 0 or ways[i - 1] != way:
+            if i == 0 or ways[i - 1] != way or not self._joins(way):
                 total += self._change_us(way, i == 0)
         return total

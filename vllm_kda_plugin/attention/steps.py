@@ -64,7 +64,7 @@ def plan_step(
     max_query: int,
     prefilling: np.ndarray | None = None,
 ) -> Step | None:
-    """Cut a step into calls, each of neighbouring requests that attend the same way.
+    """Cut a step into calls: of neighbouring requests that are paged, and of each other one.
 
     Args:
         planner: for the kind of layer.
@@ -96,8 +96,7 @@ def plan_step(
         return None
     calls: list[Call] = []
     numbers = _Numbers()
-    for way, run in groupby(zip(ways, units, strict=True), key=lambda chosen: chosen[0]):
-        members = [unit for _, unit in run]
+    for way, members in _runs(ways, units, planner.shares_calls):
         requests = slice(members[0][1].start, members[-1][1].stop)
         if way == "paged":
             calls.append(_paged(requests, query_starts, seq_lens, decode_tokens))
@@ -107,6 +106,18 @@ def plan_step(
             for rows in _packed(planner, requests, queries, seq_lens):
                 calls.extend(_gathers(planner, rows, query_starts, seq_lens, numbers))
     return Step(tuple(calls), tuple(numbers))
+
+
+def _runs(
+    ways: Sequence[Way], units: Sequence[tuple[Request, slice]], shares: bool
+) -> Iterator[tuple[Way, list[tuple[Request, slice]]]]:
+    """Neighbours that go the same way, or each alone where it may not share a call."""
+    for way, run in groupby(zip(ways, units, strict=True), key=lambda chosen: chosen[0]):
+        members = [unit for _, unit in run]
+        if way == "paged" or shares:
+            yield way, members
+        else:
+            yield from ((way, [member]) for member in members)
 
 
 def _units(queries: np.ndarray, contexts: np.ndarray, long: np.ndarray) -> Iterator[tuple[Request, slice]]:
