@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if pathlib.Path(__file__).parent in item.path.parents:
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _a_second_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When vLLM's CPU engine starts it looks through every module, and one that K3's layer has imported breaks that."""
+    monkeypatch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
 
 
 @pytest.fixture(scope="session")

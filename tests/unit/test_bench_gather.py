@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import operator
 import re
 import subprocess
 import sys
@@ -299,9 +301,9 @@ def test_hot_is_one_set_of_buffers_and_cold_all_in_turn(monkeypatch: pytest.Monk
     assert found["a"] == found["b"] == timing.Timing(hot_us=1.0, cold_us=10.0)
     assert found["alone"] == timing.Timing(hot_us=1.0, cold_us=1.0)  # cold by itself: it moves more than the cache
     # 4 GiB a graph are 4 launches hot; cold, whole turns. Way after way in each round, each graph twice.
-    a_round = [*["a0"] * 8, *[f"a{turn}" for turn in range(7)] * 2, *["b0"] * 8, *[f"b{turn}" for turn in range(7)] * 2]
-    a_round += ["alone"] * 8
-    assert clock.trace == a_round * 3
+    turns = [[f"{name}{turn}" for turn in range(7)] * 2 for name in "ab"]
+    a_round = [["a0"] * 8, turns[0], ["b0"] * 8, turns[1], ["alone"] * 8]
+    assert clock.trace == functools.reduce(operator.iadd, [*a_round, *a_round[::-1], *a_round], [])
 
 
 @pytest.mark.parametrize(("bytes_moved", "launches"), [(1, 200), (1 << 25, 128), (1 << 40, 4)])
@@ -332,8 +334,8 @@ def test_medians_are_taken_round_by_round(monkeypatch: pytest.MonkeyPatch) -> No
         order.append(thing)
         return next(times)
 
-    assert timing.interleaved_medians({1: "one", 2: "two"}, time_one) == {1: 3.0, 2: 50.0}
-    assert order == ["one", "two"] * 3
+    assert timing.interleaved_medians({1: "one", 2: "two"}, time_one) == {1: 5.0, 2: 10.0}
+    assert order == ["one", "two", "two", "one", "one", "two"]
 
 
 def test_copies_move_as_many_bytes_as_asked() -> None:

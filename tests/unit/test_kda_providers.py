@@ -77,10 +77,14 @@ def test_nothing_can() -> None:
 
 def test_a_missing_kernel_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    for name in [name for name in sys.modules if name.startswith("vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
+    providers._missing.cache_clear()
     with pytest.raises(ValueError, match=r"vllm\._flashkda_C cannot be imported"):
         select("flashkda", HOPPER)
     assert select("auto", HOPPER).name == "torch"
+    providers._missing.cache_clear()
 
 
 def test_settings_and_kernels_have_the_same_names() -> None:
@@ -93,7 +97,10 @@ def test_an_installed_flashkda_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     package: Any = types.ModuleType("flash_kda_C")
     package.fwd, package.get_workspace_size = lambda *tensors: given.append(tensors), lambda *sizes: sum(sizes)
     monkeypatch.undo()
+    for name in [name for name in sys.modules if name.startswith("vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
+    providers._missing.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_kda_C", package)
     providers.flashkda.cache_clear()
     provider = select("auto", HOPPER)

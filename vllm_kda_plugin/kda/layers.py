@@ -20,7 +20,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 
-from vllm_kda_plugin.config import PluginConfig
+from vllm_kda_plugin.config import SECTION, PluginConfig
 from vllm_kda_plugin.kda.prefill import kda_prefill
 from vllm_kda_plugin.kda.providers import Case, select
 from vllm_kda_plugin.kda.short_conv import short_conv
@@ -48,6 +48,8 @@ class KdaLayer:
     """Batches that this layer has run on our path."""
     is_stock = False
     """Every batch is the stock layer's."""
+    has_checkpoints = False
+    """Whether vLLM's class can take prefix-cache checkpoints inside a prefill."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,7 +67,9 @@ class KdaLayer:
             return
         self.provider = select(choice, self._case(vllm_config))
         self.workspace = self._workspace(vllm_config)
-        self.workspace.reserve()
+        self.workspace.reserve(checkpoint=self.takes_checkpoints)
+        if choice != "auto":
+            _hash_with_the_model(vllm_config, choice)
         if current_platform.is_cuda():
             states.load(torch.device(current_platform.device_type))
         logger.info_once("KDA prefill of %s runs on %s.", layer_kind, self.provider.name)
@@ -101,12 +105,17 @@ class KdaLayer:
             provider=self.provider,
         )
 
+    @property
+    def takes_checkpoints(self) -> bool:
+        """Whether a prefill may be asked for states inside it."""
+        return self.has_checkpoints and not self.on_cpu and bool(self.provider.checkpoint_step)
+
     def decide_checkpoints(self, **exporter: Any) -> None:
         """Ask vLLM for prefix-cache checkpoints inside a prefill if our kernel takes them, whatever stock would do."""
         layer: Any = self
         if self.is_stock:
             return
-        if self.on_cpu or not self.provider.checkpoint_step:
+        if not self.takes_checkpoints:
             layer.kda_prefill_backend = "triton"
             return
         from vllm.model_executor.layers.mamba.kda_checkpoint import FlashKDAPrefillCheckpointExporter
@@ -146,14 +155,13 @@ class KdaLayer:
         """
         m = self._metadata()
         if m is None:  # a profile run
-            self.workspace.reserve()
+            self.workspace.reserve(checkpoint=self.takes_checkpoints)
             return
         if m.num_spec_decodes == 0:
             rows = slice(m.num_actual_tokens)
-            out = core_attn_out[:, rows]
-            self.prefill(m, tuple(x[rows] for x in qkv), g[:, rows], beta[:, rows], out)
-            if norm is not None:
-                out.copy_(norm(rows, out))
+            self.prefill(m, tuple(x[rows] for x in qkv), g[:, rows], beta[:, rows], core_attn_out[:, rows])
+            if norm is not None:  # of padding too, as vLLM does: what comes next may look for the largest value
+                core_attn_out.copy_(norm(slice(None), core_attn_out))
             return
         speculative, rest = _speculative_and_rest(m)
         stock_out = core_attn_out.new_empty((1, m.num_spec_decode_tokens, *core_attn_out.shape[2:]))
@@ -259,6 +267,16 @@ class KdaLayer:
         ]
 
 
+def _hash_with_the_model(vllm_config: VllmConfig, choice: str) -> None:
+    """Put what the environment chose into the config, by which vLLM's cache of compiled models tells them apart.
+
+    Bailing's graph depends on it.
+    """
+    additional = vllm_config.additional_config
+    if isinstance(additional, dict):
+        additional.setdefault(SECTION, {}).setdefault("prefill", choice)
+
+
 class _Step(NamedTuple):
     """What the layers of a step share: its sequences, but for the speculative ones."""
 
@@ -285,7 +303,8 @@ def _step(m: Any) -> _Step:
     if step is None or step.source is not m.non_spec_state_indices_tensor:
         # Rows of padding come last and are left out: what they name in the pools may belong to somebody.
         num_sequences = m.num_prefills + m.num_decodes
-        state_indices = m.non_spec_state_indices_tensor[:num_sequences]
+        # With speculation a column of a wider table.
+        state_indices = m.non_spec_state_indices_tensor[:num_sequences].contiguous()
         has_initial_state = m.has_initial_state
         if has_initial_state is None:  # a batch of decodes
             has_initial_state = torch.ones(num_sequences, dtype=torch.bool, device=state_indices.device)
@@ -344,6 +363,8 @@ class _KimiLayer(KdaLayer):
 class _KimiK3Layer(_KimiLayer):
     """``KimiK3DeltaAttention``: the same seam, checkpoints for the prefix cache."""
 
+    has_checkpoints = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.decide_checkpoints()
@@ -359,6 +380,7 @@ class _Glm5NextLayer(KdaLayer):
     """The seam of ``Glm5NextLinearAttention``: a convolution each for q, k and v, the norm outside."""
 
     kda_lower_bound: float
+    has_checkpoints = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -505,4 +527,6 @@ def replace(module: Any, name: str) -> None:
         if not issubclass(op_registry_oot[name], KdaLayer):
             logger.warning("%s is already replaced by %s: it stays so.", name, op_registry_oot[name])
         return
-    in_tree.register_oot(type(f"Workspace{name}", (REPLACEMENTS[name], in_tree), {"__module__": __name__}))
+    ours = type(f"Workspace{name}", (REPLACEMENTS[name], in_tree), {"__module__": __name__})
+    globals()[ours.__name__] = ours  # where pickle looks for it
+    in_tree.register_oot(ours)

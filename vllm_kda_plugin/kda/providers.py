@@ -301,6 +301,7 @@ def _unlike(what: str, found: torch.dtype, allowed: tuple[torch.dtype, ...]) -> 
     return f"it needs a {what} of {' or '.join(map(str, allowed))}, this layer's is {found}"
 
 
+@functools.cache
 def _missing(module: str) -> str | None:
     try:
         importlib.import_module(module)

@@ -69,13 +69,15 @@ class KdaWorkspace:
             (state, self.state_dtype),
         )
 
-    def reserve(self) -> None:
+    def reserve(self, *, checkpoint: bool) -> None:
         """Make the engine's workspace large enough for any step, before it is locked.
 
         Called when a layer is made and in each profile run, so that the memory is counted and every
         micro-batch's own workspace grows too.
+
+        Args:
+            checkpoint: whether a step may take checkpoints.
         """
-        checkpoint = bool(self.provider.checkpoint_step)
         self.take(self.max_tokens, self.max_sequences, out=True, checkpoint=checkpoint)
 
     def take(self, num_tokens: int, num_sequences: int, *, out: bool, checkpoint: bool) -> Buffers:

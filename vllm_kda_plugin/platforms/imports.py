@@ -6,6 +6,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -17,18 +18,18 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self, awaited: dict[str, Callable[[ModuleType], None]]) -> None:
         self.awaited = awaited
-        self.looking = False
+        self.of_thread = threading.local()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self.awaited or self.looking:
+        if fullname not in self.awaited or getattr(self.of_thread, "looks", False):
             return None
-        self.looking = True
+        self.of_thread.looks = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self.looking = False
+            self.of_thread.looks = False
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             then, execute = self.awaited[fullname], loader.exec_module
