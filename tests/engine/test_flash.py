@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +19,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker import workspace as vllm_workspace
 
 from tests.support.flash import attention, flash_attn_varlen_func
-from vllm_kda_plugin.attention import flash_metadata
+from vllm_kda_plugin.attention import flash, flash_metadata
 from vllm_kda_plugin.attention.flash import GatherFlashAttentionBackend, GatherFlashAttentionImpl
 from vllm_kda_plugin.attention.flash_metadata import GatherFlashMetadata, GatherFlashMetadataBuilder
 from vllm_kda_plugin.attention.stats import STATS
+from vllm_kda_plugin.kernels import loader
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4, 2, 128, 16
 SETTINGS = {"kda_plugin": {"gather": "always", "gather_workspace_mib": 1}}
@@ -113,14 +116,18 @@ def make_builder(settings: dict[str, Any] = SETTINGS, cls: Any = GatherFlashMeta
             is_mm_prefix_lm=changed.pop("mm_prefix", False),
             hf_config=SimpleNamespace(model_type="llama"),
             is_diffusion=False,
+            max_model_len=changed.pop("max_model_len", 1024),
         ),
         parallel_config=SimpleNamespace(
-            cp_kv_cache_interleave_size=1, prefill_context_parallel_size=1, decode_context_parallel_size=1
+            cp_kv_cache_interleave_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            use_ubatching=changed.pop("microbatches", False),
         ),
         cache_config=SimpleNamespace(cache_dtype=changed.pop("cache_dtype", "auto")),
         compilation_config=compilation,
         attention_config=SimpleNamespace(flash_attn_max_num_splits_for_cuda_graph=32),
-        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=512),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=changed.pop("most_tokens", 512)),
         kernel_config=SimpleNamespace(enable_jit_warmup=False),
         speculative_config=changed.pop("speculative", None),
         use_v2_model_runner=True,
@@ -433,6 +440,47 @@ def test_a_locked_workspace_without_room_means_stock(paged: Stock) -> None:
     assert ways(before) == (1, 0, 0)
 
 
+def test_a_microbatch_that_reserved_nothing_is_stock(paged: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    impl, batch = make_impl(), Batch(DECODES_AND_PREFILLS)
+    monkeypatch.setattr(flash, "dbo_current_ubatch_id", lambda: 1)
+    for wanted in ((1, 0, 0), (1, 1, 2)):
+        before = counts()
+        metadata = make_builder().build(0, batch.common())
+        torch.testing.assert_close(forward(impl, batch, metadata), expected(impl, batch))
+        assert ways(before) == wanted
+        forward(impl, batch, None)  # a profile run as that microbatch
+
+
+def test_without_its_kernel_attention_is_stock(paged: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, device: int) -> None:
+        raise loader.CuPyUnavailable("no CuPy")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(loader, "load", load)
+    impl = make_impl({"kda_plugin": {"gather": "auto"}})
+    assert impl.workspace_bytes == 0
+    assert impl.supports_quant_query_input == make_impl({"kda_plugin": {"gather": "never"}}).supports_quant_query_input
+    with pytest.raises(loader.KernelUnavailable):
+        make_impl()  # always
+
+
+def test_a_step_is_freed_with_its_metadata(paged: Stock) -> None:
+    """Not when Python next looks for cycles: it holds memory of the GPU."""
+    impl, batch = make_impl(), Batch(DECODES_AND_PREFILLS)
+    metadata = make_builder().build(0, batch.common())
+    forward(impl, batch, metadata)
+    assert len(paged.calls) == 1
+    paged.calls.clear()
+    held = weakref.ref(metadata.host)
+    gc.disable()
+    try:
+        del metadata
+        assert held() is None
+    finally:
+        gc.enable()
+
+
 def test_nothing_is_reserved_where_nothing_is_gathered(paged: Stock) -> None:
     make_impl({"kda_plugin": {"gather": "never"}})
     make_impl({}, head_size=96)
@@ -451,8 +499,24 @@ def test_e5m2_runs_without_full_graphs(paged: Stock) -> None:
     config.cache_config.cache_dtype = "auto"
     wanted = stock.FlashAttentionMetadataBuilder.get_cudagraph_support(config, None)
     assert GatherFlashMetadataBuilder.get_cudagraph_support(config, None) is wanted
-    with pytest.raises(ValueError, match="fp8_e5m2 with speculative decoding is not supported"):
-        make_builder(cache_dtype="fp8_e5m2", speculative=SPECULATIVE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"speculative": SPECULATIVE}, "with speculative decoding is not supported"),
+        ({"microbatches": True}, "with microbatches is not supported"),
+        ({"rswa_window": 64}, "is not supported for layers or parallelism whose batches are not planned by request"),
+        ({"max_model_len": 100_000, "most_tokens": 2048}, "needs a larger kda_plugin.gather_workspace_mib than 1"),
+    ],
+)
+def test_what_e5m2_cannot_do_is_refused_at_the_start(paged: Stock, changed: dict[str, Any], said: str) -> None:
+    """There is no stock call to fall back to."""
+    with pytest.raises(ValueError, match=f"^--kv-cache-dtype fp8_e5m2 {said}; use fp8_e4m3 or auto$"):
+        make_builder(cache_dtype="fp8_e5m2", **changed)
+    make_builder(cache_dtype="fp8_e5m2")
+    with pytest.raises(ValueError, match="is read by gathering only"):
+        make_impl(kv_cache_dtype="fp8_e5m2", attn_type=AttentionType.ENCODER_DECODER)
 
 
 def test_fp8_queries_are_16_bit_but_for_the_stock_call(paged: Stock, monkeypatch: pytest.MonkeyPatch) -> None:

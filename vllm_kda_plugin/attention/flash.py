@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import (
@@ -18,6 +19,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
 )
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from vllm.v1.worker.workspace import (
     current_workspace_manager,
     init_workspace_manager,
@@ -33,11 +35,16 @@ from vllm_kda_plugin.attention.flash_metadata import (
     Kind,
     PlannedStep,
     kind_of,
+    never_planned,
 )
 from vllm_kda_plugin.attention.planner import Layer
 from vllm_kda_plugin.attention.stats import STATS, reporter
 from vllm_kda_plugin.config import PluginConfig
+from vllm_kda_plugin.kernels import loader
 from vllm_kda_plugin.kernels.gather import gather_paged_kv
+from vllm_kda_plugin.kernels.gather_plan import KERNEL
+
+logger = init_logger("vllm.kda_plugin")
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
 
@@ -67,13 +74,19 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
         self.reporter = reporter(config.log_stats)
         self.fp8 = _FP8.get(kv_cache_dtype)
         self.must_gather = kv_cache_dtype == E5M2
-        may_gather = self._may_gather(config)
+        may_gather = self._may_gather(config) and self._has_kernel(config)
+        if self.must_gather and not may_gather:
+            raise ValueError(
+                f"--kv-cache-dtype {E5M2} is read by gathering only, which this layer, GPU or parallelism does not "
+                "allow; use fp8_e4m3 or auto"
+            )
         self.workspace_bytes = config.gather_workspace_mib << 20 if may_gather else 0
         # 16-bit queries are quantised here, for the stock call only; the layer asks this once, when it is made.
         self.quantizes_queries = may_gather and self.fp8 is not None and not self.must_gather
         if may_gather and self.fp8 is not None:
             self.supports_quant_query_input = False
         self._kinds: dict[tuple[int, bool], Kind] = {}
+        self._reserved_by: set[int] = set()
         self._reserve()
 
     def forward(
@@ -97,7 +110,8 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
         if attn_metadata is None:
             self._reserve()
         else:
-            if type(attn_metadata) is GatherFlashMetadata and self.workspace_bytes and output_scale is None:
+            ours = type(attn_metadata) is GatherFlashMetadata and self.workspace_bytes
+            if ours and output_scale is None and query.dtype != self.fp8:
                 kind = self.kind(kv_cache.shape[2], key is not None)
                 planned = attn_metadata.planned(kind)
                 if planned is not None and self._prepared(planned, kind, attn_metadata, query, output):
@@ -154,20 +168,25 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
     ) -> bool:
         """Make what a kind's layers share in a step; False, and the step is stock, where the workspace has no room."""
         if planned.ready is None:
-            if not self._reserve():
+            # Nothing grows while the engine serves. A microbatch has a workspace of its own, which took part in
+            # profiling or is not there.
+            try:
+                if dbo_current_ubatch_id() in self._reserved_by:
+                    planned.ready = self.contiguous.prepare(
+                        planned.others,
+                        planned.numbers,
+                        metadata.block_table,
+                        self.head_size,
+                        query.dtype,
+                        output.dtype,
+                        current_workspace_manager().get_simultaneous,
+                    )
+            except AssertionError:  # the manager's word for locked and too small
+                planned.ready = None
+            if planned.ready is None:
                 assert metadata.host is not None
                 metadata.host.plans[kind] = None
-                return False
-            planned.ready = self.contiguous.prepare(
-                planned.others,
-                planned.numbers,
-                metadata.block_table,
-                self.head_size,
-                query.dtype,
-                output.dtype,
-                current_workspace_manager().get_simultaneous,
-            )
-        return True
+        return planned.ready is not None
 
     @functools.cached_property
     def contiguous(self) -> Contiguous:
@@ -219,6 +238,7 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
     def _may_gather(self, config: PluginConfig) -> bool:
         """Whether some batch may be gathered or attended fresh, so that memory must be there for it."""
         supported = self.attn_type == AttentionType.DECODER and self.vllm_flash_attn_version in (2, 3)
+        supported = supported and not never_planned(get_current_vllm_config())
         if not supported or self.must_gather:
             return supported
         if config.gather != "auto" or self.vllm_flash_attn_version != 3:
@@ -231,11 +251,24 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
             for rate in rates
         )
 
+    def _has_kernel(self, config: PluginConfig) -> bool:
+        """Load the gather's kernel now, not in the middle of a request; without it all is stock, or refused."""
+        if not torch.cuda.is_available():  # tests on a CPU, where torch gathers
+            return True
+        try:
+            loader.load(KERNEL, torch.cuda.current_device())
+        except loader.KernelUnavailable as error:
+            if self.must_gather or config.gather == "always":
+                raise
+            logger.warning_once("Attention stays stock on this GPU, the gather's kernel cannot be loaded: %s", error)
+            return False
+        return True
+
     def _for_stock(self, layer: Any, query: torch.Tensor) -> torch.Tensor:
         """The queries as the stock call takes them: fp8 where the cache is."""
+        self.supports_quant_query_input = True  # read by the stock call, which then takes the queries' scale
         if query.dtype == self.fp8:
             return query
-        self.supports_quant_query_input = True  # read by the stock call, which then takes the queries' scale
         from vllm import _custom_ops as ops
 
         per_head = layer._q_scale.numel() > 1  # as vLLM's attention layer has it: of the query heads of a KV head
@@ -243,17 +276,14 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
         quantized, _ = ops.scaled_fp8_quant(query.flatten(1), layer._q_scale, group_shape=group)
         return quantized.view(query.shape)
 
-    def _reserve(self) -> bool:
-        """Have the engine's workspace hold all that a gather may fill; False if it is locked and does not."""
+    def _reserve(self) -> None:
+        """Have the engine's workspace hold all that a gather may fill: when a layer is made, and in profile runs."""
         if not self.workspace_bytes:
-            return True
+            return
         if not is_workspace_manager_initialized():  # layers outside an engine
             init_workspace_manager(torch.device("cuda", torch.cuda.current_device()))
-        try:
-            current_workspace_manager().get_simultaneous(((self.workspace_bytes,), torch.uint8))
-        except AssertionError:  # locked, in a microbatch that did not take part in profiling
-            return False
-        return True
+        current_workspace_manager().get_simultaneous(((self.workspace_bytes,), torch.uint8))
+        self._reserved_by.add(dbo_current_ubatch_id())
 
 
 class GatherFlashAttentionBackend(FlashAttentionBackend):

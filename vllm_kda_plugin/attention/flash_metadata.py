@@ -38,6 +38,21 @@ from vllm_kda_plugin.config import PluginConfig
 E5M2 = "fp8_e5m2"
 
 
+def never_planned(vllm_config: VllmConfig) -> bool:
+    """Whether every step of an engine is the stock call.
+
+    Where GPUs share out a request's keys, where not all its keys are those before it, and where it must not attend
+    differently because of its neighbours.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    return bool(
+        parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1
+        or envs.VLLM_BATCH_INVARIANT
+        or (model is not None and (model.is_mm_prefix_lm or getattr(model, "rswa_window", None) is not None))
+    )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kind:
     """Layers that attend alike; compared by identity, which :func:`kind_of` makes sure of."""
@@ -109,26 +124,18 @@ class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         self.decode_tokens: int = max_decode_query_len(vllm_config)
         self.speculates = vllm_config.speculative_config is not None
         self.must_gather = vllm_config.cache_config.cache_dtype == E5M2
-        if self.must_gather:
-            self.aot_schedule = False  # there is no paged call to schedule
-            if self.speculates:
-                raise ValueError(
-                    f"--kv-cache-dtype {E5M2} with speculative decoding is not supported; use fp8_e4m3 or auto"
-                )
         self.planners: dict[Kind, Planner] = {}
         # vLLM subclasses builders for layers whose batches are not the step's: chunked-local attention, cross
         # attention, fast prefill of shared caches. Those stay stock, as does all that changes which keys are seen.
         self.plans_steps = (
             type(self) is GatherFlashMetadataBuilder
-            and self.dcp_world_size == 1
-            and self.parallel_config.prefill_context_parallel_size == 1
-            and self.rswa_window is None
-            and not self.model_config.is_mm_prefix_lm
+            and not never_planned(vllm_config)
             and kv_cache_spec.head_size_v == kv_cache_spec.head_size
             and kv_cache_spec.tokens_per_state == 1
-            # A request must not attend differently because of its neighbours.
-            and not envs.VLLM_BATCH_INVARIANT
         )
+        if self.must_gather:
+            self.aot_schedule = False  # there is no paged call to schedule
+            self._check_e5m2(vllm_config, kv_cache_spec.block_size)
         calibration = None
         if self.config.gather == "auto":
             calibration = planning.for_gpu(torch.cuda.get_device_name(device), self.config.calibration)
@@ -141,6 +148,25 @@ class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
                 self.least_pairs = planning.waiting_pairs(calibration, self.num_heads_q, self.headdim)
         self._capturing = False
         self._announce(vllm_config, layer_names, kv_cache_spec.block_size)
+
+    def _check_e5m2(self, vllm_config: VllmConfig, page_size: int) -> None:
+        """Refuse at the start what such a cache cannot do: there is no stock call to fall back to."""
+        problem = ""
+        if self.speculates:
+            problem = "with speculative decoding is not supported"
+        elif vllm_config.parallel_config.use_ubatching:
+            problem = "with microbatches is not supported"
+        elif not self.plans_steps:
+            problem = "is not supported for layers or parallelism whose batches are not planned by request"
+        else:
+            layer = Layer(self.num_heads_q, self.num_heads_kv, self.headdim, page_size, fp8=True, must_gather=True)
+            planner = Planner(layer, "never", None, self.config.gather_workspace_mib << 20)
+            longest = vllm_config.model_config.max_model_len
+            query = min(longest, vllm_config.scheduler_config.max_num_batched_tokens)
+            if not planner.parts(query, longest - query).calls:
+                problem = f"needs a larger kda_plugin.gather_workspace_mib than {self.config.gather_workspace_mib}"
+        if problem:
+            raise ValueError(f"--kv-cache-dtype {E5M2} {problem}; use fp8_e4m3 or auto")
 
     def _announce(self, vllm_config: VllmConfig, layer_names: list[str], page_size: int) -> None:
         """Say at the start what each kind of layer will do."""
@@ -229,6 +255,7 @@ class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             starts = starts - call.tokens.start
         part = copy.copy(stock)
         part.__class__ = FlashAttentionMetadata
+        part.__dict__.pop("host", None)  # it would hold itself
         part.num_actual_tokens = call.tokens.stop - call.tokens.start
         part.max_query_len = call.max_query
         part.query_start_loc = starts

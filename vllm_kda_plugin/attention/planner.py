@@ -440,7 +440,7 @@ class Planner:
         return self.attention_us(query, context) * max(paged_penalty, fresh_penalty) > gather_us
 
     def is_small(self, pairs: float) -> bool:
-        """Whether a step in which queries see no more than so many keys is certain to stay stock."""
+        """Whether so few pairs of query and key are not worth a look."""
         return pairs < self._waiting_pairs
 
     def host_us(self, requests: Sequence[Request], ways: Sequence[Way]) -> float:
