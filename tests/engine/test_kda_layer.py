@@ -213,6 +213,21 @@ def test_a_layer_that_stays_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer.prefills == 0
 
 
+@pytest.mark.parametrize(("theirs", "told"), [("triton", True), ("torch", False), ("auto", False)])
+def test_vllms_own_setting_is_not_overridden_in_silence(
+    theirs: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from vllm_kda_plugin.kda import layers
+
+    said: list[tuple[object, ...]] = []
+    monkeypatch.setattr(layers.logger, "warning_once", lambda *words: said.append(words))
+    config: Any = SimpleNamespace(additional_config={"kda_prefill_backend": theirs})
+    layers._tell_if_overridden(config, "torch")
+    assert bool(said) is told
+
+
 def test_what_a_step_s_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is made once, for vLLM's Triton kernels know lengths by the tensor; a copy of the metadata has its own."""
     from vllm_kda_plugin.kda.layers import _step

@@ -70,6 +70,7 @@ class KdaLayer:
         self.workspace.reserve(checkpoint=self.takes_checkpoints)
         if choice != "auto":
             _hash_with_the_model(vllm_config, choice)
+            _tell_if_overridden(vllm_config, choice)
         if current_platform.is_cuda():
             states.load(torch.device(current_platform.device_type))
         logger.info_once("KDA prefill of %s runs on %s.", layer_kind, self.provider.name)
@@ -275,6 +276,14 @@ def _hash_with_the_model(vllm_config: VllmConfig, choice: str) -> None:
     additional = vllm_config.additional_config
     if isinstance(additional, dict):
         additional.setdefault(SECTION, {}).setdefault("prefill", choice)
+
+
+def _tell_if_overridden(vllm_config: VllmConfig, choice: str) -> None:
+    """Of vLLM's own setting of the same thing."""
+    additional = vllm_config.additional_config
+    theirs = additional.get("kda_prefill_backend", "auto") if isinstance(additional, dict) else "auto"
+    if theirs not in ("auto", choice):
+        logger.warning_once("kda_plugin.prefill = %s is used, not --kda-prefill-backend %s.", choice, theirs)
 
 
 class _Step(NamedTuple):
