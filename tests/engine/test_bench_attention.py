@@ -156,9 +156,10 @@ def test_the_grid_is_measured_and_told(
     assert clock.captured == 6  # of two cases stock and ours, and stock once to see how long it takes
     for row, case in zip(report["cases"], CASES, strict=True):
         assert "wrong" not in row
-        assert row["ratio"] == pytest.approx(row["stock_us"] / row["ours_us"])
+        lower, upper = row["ratio_quartiles"]
+        assert lower <= row["ratio"] <= upper
         assert row["cuda_graph"] is case.decodes_only
-        assert row["rounds"] == 4
+        assert row["rounds"] == 3
         assert row["agreement"]["splits"]["max"] == 0
         assert ("gpu_us" in row) == (row["path"] != "paged")
     assert set(report["cases"][3]["gpu_us"]) == {"stock", "ours", "gather", "attention"}

@@ -117,7 +117,7 @@ CHUNKED: dict[str, Any] = {"max_num_batched_tokens": 256, "max_num_seqs": 8, "ma
 
 @pytest.mark.parametrize("numbers", [ONE_LAYER, BFLOAT16], ids=lambda numbers: str(numbers.dtype))
 def test_200_prompts(models: Models, numbers: Numbers) -> None:
-    ours = models.check(prompts(200, 400), numbers=numbers, max_tokens=64, max_num_seqs=64)
+    ours = models.check(prompts(200, 400), numbers=numbers, max_tokens=64, max_num_seqs=64, max_num_batched_tokens=2048)
     assert ours.fresh_calls > 0
     assert ours.gathers > 0  # of prompts that a step's end cut in two
 

@@ -343,6 +343,16 @@ def test_pure_decodes_and_padding_are_stock() -> None:
     assert plan_step(planner, np.array([0, 0, 0]), np.array([0, 0]), DECODE_TOKENS, 64) is None
 
 
+def test_a_whole_prompt_alone_is_fresh_however_short() -> None:
+    """Its call costs the host less than the stock one; two would cost more."""
+    planner = planner_for(Layer(num_heads=32, num_kv_heads=8, head_size=128, page_size=16), "auto", 10_000)
+    alone = plan_step(planner, np.array([0, 16]), np.array([16]), 1, 16)
+    assert alone is not None
+    assert [call.way for call in alone.calls] == ["fresh"]
+    assert plan_step(planner, np.array([0, 16, 32]), np.array([16, 16]), 1, 16) is None
+    assert plan_step(planner, np.array([0, 16]), np.array([32]), 1, 16) is None
+
+
 def test_auto_takes_the_stock_call_where_nothing_is_gained() -> None:
     rate = Rate(16, 1, "other", "16-bit", attention_tflops=1e-3, paged_penalty=0.5, fresh_penalty=0.0)
     batch = make_batch(BASE, [1, 40, 20], [9, 300, 0], torch.Generator().manual_seed(1))

@@ -85,6 +85,8 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
         self.quantizes_queries = may_gather and self.fp8 is not None and not self.must_gather
         if may_gather and self.fp8 is not None:
             self.supports_quant_query_input = False
+        # The stock call takes the arguments as they come.
+        self._plain = not (self.must_gather or self.quantizes_queries or self.reporter.periodic)
         self._kinds: dict[tuple[int, bool], Kind] = {}
         self._reserved_by: set[int] = set()
         self._reserve()
@@ -102,9 +104,14 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As vLLM's, see ``FlashAttentionImpl.forward``; ``key`` and ``value`` may be None."""
-        # Runs eagerly once a layer and step: Python's microseconds count here.
-        STATS.implementation = IMPLEMENTATION
+        # Runs eagerly once a layer and step: Python's microseconds count here, most of all in steps that are stock.
         STATS.forwards += 1
+        if type(attn_metadata) is FlashAttentionMetadata and self._plain:
+            STATS.paged_calls += 1
+            return FlashAttentionImpl.forward(
+                self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+        STATS.implementation = IMPLEMENTATION
         if self.reporter.periodic:
             self.reporter.tick()
         if attn_metadata is None:
@@ -117,6 +124,7 @@ class GatherFlashAttentionImpl(FlashAttentionImpl):
                 if planned is not None and self._prepared(planned, kind, attn_metadata, query, output):
                     self._run(planned, layer, query, key, value, kv_cache, output)
                     return output
+                attn_metadata.settle()
             if self.must_gather:
                 raise NotImplementedError(
                     f"--kv-cache-dtype {E5M2} is read by gathering only, which this batch or layer does not allow; "

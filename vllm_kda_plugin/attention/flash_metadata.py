@@ -105,6 +105,13 @@ class GatherFlashMetadata(FlashAttentionMetadata):
             host.plans[kind] = host.builder.plan(self, host, kind)
         return host.plans[kind]
 
+    def settle(self) -> None:
+        """Become stock metadata, which costs later layers nothing, if no kind of layer has a plan for the step."""
+        host = self.host
+        if host is None or (len(host.plans) == len(host.builder.planners) and not any(host.plans.values())):
+            self.__dict__.pop("host", None)
+            self.__class__ = FlashAttentionMetadata
+
 
 class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     """vLLM's builder; every batch it makes can also be run, or replayed in a CUDA graph, as the one stock call."""
@@ -140,7 +147,7 @@ class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         if self.config.gather == "auto":
             calibration = planning.for_gpu(torch.cuda.get_device_name(device), self.config.calibration)
         self.calibration = calibration
-        # Steps of fewer pairs of query and key are left alone, before anything is worked out for them.
+        # Steps of fewer pairs of query and key are mostly left alone, before anything is worked out for them.
         self.least_pairs = 0.0
         if self.config.gather != "always" and not self.must_gather:
             self.least_pairs = math.inf
@@ -184,7 +191,11 @@ class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         common = common_attn_metadata
         if (
             not self.plans_steps
-            or common.num_actual_tokens * common.max_seq_len < self.least_pairs
+            or (
+                common.num_actual_tokens * common.max_seq_len < self.least_pairs
+                # A whole prompt that is alone in its step spares the host time, however short it is.
+                and (common.num_reqs > 1 or common.max_query_len < common.max_seq_len)
+            )
             or (self._capturing and not self.must_gather)
             or fast_build
             or (common.max_query_len <= self.decode_tokens and not self.must_gather)

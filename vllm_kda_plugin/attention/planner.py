@@ -201,9 +201,9 @@ H200 = Calibration(
     gather_tbps=4.2,
     gather_us=4.3,
     call_us=17.9,
-    paged_host_us=79.7,
-    fresh_host_us=73.4,
-    gather_host_us=89.8,
+    paged_host_us=70.0,
+    fresh_host_us=52.0,
+    gather_host_us=66.0,
     # 16-bit caches. An fp8 cache is left to the stock call unless a calibration or the mode says otherwise: its decodes
     # would quantise their 16-bit queries in a kernel of their own.
     rates=(
@@ -440,7 +440,7 @@ class Planner:
         return self.attention_us(query, context) * max(paged_penalty, fresh_penalty) > gather_us
 
     def is_small(self, pairs: float) -> bool:
-        """Whether so few pairs of query and key are not worth a look."""
+        """Whether so few pairs of query and key are not worth a look, but for a whole prompt alone in its step."""
         return pairs < self._waiting_pairs
 
     def host_us(self, requests: Sequence[Request], ways: Sequence[Way]) -> float:

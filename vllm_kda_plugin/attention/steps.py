@@ -86,7 +86,8 @@ def plan_step(
     if not long.any():
         return None
     contexts = np.maximum(seq_lens - queries, 0)
-    if planner.is_small(float((queries[long] * (contexts[long] + queries[long] / 2)).sum())):
+    alone = len(queries) == 1 and contexts[0] == 0
+    if not alone and planner.is_small(float((queries[long] * (contexts[long] + queries[long] / 2)).sum())):
         return None
     if not any(map(planner.may_gain, queries[long].tolist(), contexts[long].tolist())):
         return None

@@ -16,6 +16,7 @@ QUERIES = (1, 16, 256, 512, 2048, 8192)
 PAGES = (16, 64, 128, 528)
 LAYERS = 8
 SHORT_LAYERS, SHORT_US = 32, 600.0
+LONG_LAYERS, LONG_US = 4, 5000.0
 """A step has as many layers where one takes less than so many microseconds; caches are used in turn."""
 _SEED = 20
 

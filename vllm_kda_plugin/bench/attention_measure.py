@@ -59,7 +59,8 @@ def measure(stock: Backend, ours: Backend, batch: Batch, clock: Clock) -> Row:
     """Compare and time one case.
 
     Returns:
-        ``stock_us`` and ``ours_us`` (a step's, divided by its layers), their ``ratio`` and its ``ratio_quartiles``,
+        ``stock_us`` and ``ours_us`` (a step's, divided by its layers), ``ratio`` (the median of the rounds') and its
+        ``ratio_quartiles``,
         microseconds of the host a step (``build``, ``send``) and of the GPU a layer (``gpu``), ``path`` and
         ``agreement``; under ``wrong`` why the result is, if it is.
     """
@@ -71,8 +72,8 @@ def measure(stock: Backend, ours: Backend, batch: Batch, clock: Clock) -> Row:
     steps = {"stock": Step(stock, batch, clock, *sizes), "ours": Step(ours, batch, clock, *sizes)}
     us = time_steps(steps)
     row |= {f"{name}_us": figure for name, figure in us.items()}
-    row["ratio"] = us["stock"] / us["ours"]
-    row["ratio_quartiles"] = ratio_quartiles(steps["stock"], steps["ours"])
+    lower, row["ratio"], upper = ratio_quartiles(steps["stock"], steps["ours"])
+    row["ratio_quartiles"] = [lower, upper]
     row["rounds"] = len(steps["stock"].samples)
     row["host_us_per_step"] = {
         name: {"build": statistics.median(step.builds), "send": statistics.median(step.sends)}

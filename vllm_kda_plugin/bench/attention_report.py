@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_kda_plugin.bench.attention_cases import LAYERS, SHORT_LAYERS, SHORT_US
+from vllm_kda_plugin.bench.attention_cases import LAYERS, LONG_LAYERS, LONG_US, SHORT_LAYERS, SHORT_US
 
 Row = dict[str, Any]
 LOWEST_RATIO = 0.98
@@ -68,10 +68,11 @@ def show(report: dict[str, Any]) -> None:
     console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)
     console.print(_grid(report["cases"]))
     print(
-        f"us: a layer's part of a step of {SHORT_LAYERS} layers, {LAYERS} where one takes {SHORT_US:.0f} us or more, "
-        "with its one build; short steps three in a row, from idle GPU to idle GPU; decodes only are full CUDA graphs."
+        f"us: a layer's part of a step of {SHORT_LAYERS} layers, {LAYERS} where one takes {SHORT_US:,.0f} us or more, "
+        f"{LONG_LAYERS} from {LONG_US:,.0f}, with its one build; short steps three in a row, "
+        "from idle GPU to idle GPU; decodes only are full CUDA graphs."
     )
-    print("ratio: stock / ours, in brackets the quartiles of single rounds. GPU us: of one layer, no host time.")
+    print("ratio: stock / ours, median of the rounds, in brackets quartiles. GPU us: of one layer, no host time.")
     print("differs: ours from stock, beside two stock runs of 1 and 4 splits; of the row's largest value.")
     if report["peers"]:
         console.print(_peers(report["peers"]))

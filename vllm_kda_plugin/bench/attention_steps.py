@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from vllm_kda_plugin.bench import timing
-from vllm_kda_plugin.bench.attention_cases import LAYERS, SHORT_LAYERS, SHORT_US, Batch
+from vllm_kda_plugin.bench.attention_cases import LAYERS, LONG_LAYERS, LONG_US, SHORT_LAYERS, SHORT_US, Batch
 from vllm_kda_plugin.bench.attention_layers import Backend
 
 # Timings of a cell: about this many microseconds of each backend, within these numbers of rounds.
-_BUDGET_US = 30_000
-_ROUNDS = 4, 41
+_BUDGET_US = 60_000
+_ROUNDS = 3, 41
 # Short steps in a row; what precedes a step's first launch is nothing beside a long one.
 _REPEATS, _LONG_STEP_US = 3, 20_000
 # Layers whose calls are timed on the GPU; the median is taken.
@@ -118,7 +118,7 @@ def step_sizes(backend: Backend, batch: Batch, clock: Clock) -> tuple[int, int]:
     step = Step(backend, batch, clock)
     step()
     us = step() / step.layers
-    layers = SHORT_LAYERS if us < SHORT_US else LAYERS
+    layers = SHORT_LAYERS if us < SHORT_US else LONG_LAYERS if us > LONG_US else LAYERS
     return layers, _REPEATS if us * layers < _LONG_STEP_US else 1
 
 
@@ -140,10 +140,9 @@ def time_steps(steps: Mapping[str, Step], rounds: int | None = None) -> dict[str
 
 
 def ratio_quartiles(numerator: Step, denominator: Step) -> list[float]:
-    """Quartiles of the ratio of two steps, round by round: how far a single round is to be trusted."""
+    """Quartiles of the ratio of two steps, round by round: the median, and how far a single round is to be trusted."""
     ratios = [a / b for a, b in zip(numerator.samples, denominator.samples, strict=True)]
-    lower, _, upper = statistics.quantiles(ratios, n=4)
-    return [lower, upper]
+    return statistics.quantiles(ratios, n=4)
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
 from vllm.v1.attention.backends import fa_utils
 
 from vllm_kda_plugin.bench import attention_layers
-from vllm_kda_plugin.bench.attention_cases import LAYERS, SHAPES, Batch, Case, Shape, Tensors
+from vllm_kda_plugin.bench.attention_cases import LAYERS, SHAPES, SHORT_LAYERS, Batch, Case, Shape, Tensors
 from vllm_kda_plugin.bench.attention_layers import Backend
 from vllm_kda_plugin.bench.attention_steps import Clock, Spans, Step, time_steps
 from vllm_kda_plugin.bench.calibrate import CONTEXTS, GATHERED, QUERIES, Cache, Gathers, HostTimes, Point
@@ -107,7 +107,7 @@ def measure_host_us(device: torch.device, clock: Clock) -> HostTimes:
     stock = attention_layers.stock(shape, page, device)
     always = attention_layers.ours(shape, page, device, "always")
     ways = {"paged": (stock, cached), "fresh": (always, fresh), "gather": (always, cached)}
-    steps = {way: Step(backend, tensors.batch(case), clock) for way, (backend, case) in ways.items()}
+    steps = {way: Step(backend, tensors.batch(case), clock, SHORT_LAYERS) for way, (backend, case) in ways.items()}
     for step in steps.values():
         step()
     time_steps(steps, _HOST_ROUNDS)
