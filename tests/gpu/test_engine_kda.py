@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 from tests.support.kda_engine import Generated, generate, hybrid, kimi, random_prompts, ties
 
-pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("untuned_triton")]
 
 
 class Model(NamedTuple):

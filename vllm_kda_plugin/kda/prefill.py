@@ -85,7 +85,8 @@ def kda_prefill(
         initial_state: ``[N, H, D, D]`` (values, keys), or None for zeros. With ``state_indices`` a pool
             ``[P, H, D, D]`` whose rows may lie apart; each sequence's row is read, then takes its final state.
         cu_seqlens: ``[N + 1]`` int32 or int64, first token of each sequence, from 0; a sequence may be empty. Tokens
-            from ``cu_seqlens[-1]`` on are padding: never read, and never written in ``out``.
+            from ``cu_seqlens[-1]`` on are padding: never written in ``out``, and without effect if they are finite;
+            if not, see ``FlashKdaProvider``.
         out: like q, written.
         final_state: ``[N, H, D, D]``, written; dtype of ``initial_state``.
         workspace: bytes (uint8), at least :func:`scratch_bytes`.
@@ -104,7 +105,7 @@ def kda_prefill(
             of index tensors on a GPU are looked at only under VLLM_KDA_CHECK=1.
     """
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()
-    addresses |= out.data_ptr() | final_state.data_ptr() | workspace.data_ptr()
+    addresses |= dt_bias.data_ptr() | out.data_ptr() | final_state.data_ptr() | workspace.data_ptr()
     optional = initial_state, checkpoint_state, checkpoint_offsets, state_indices, has_initial_state
     required = q, k, v, g, beta, A_log, dt_bias, cu_seqlens, out, final_state, workspace
     tensors: tuple[torch.Tensor, ...] = required
@@ -258,7 +259,7 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
         _check(name, getattr(a, name), q, floats, tokens, strided=True, align=align_input)
     _check("beta", a.beta, q, floats, per_head, strided=True)
     _check("A_log", a.A_log, q, (torch.float32,), (num_heads,), (1, 1, num_heads, 1))
-    _check("dt_bias", a.dt_bias, q, (torch.float32,), (num_heads * head_dim,), (num_heads, head_dim))
+    _check("dt_bias", a.dt_bias, q, (torch.float32,), (num_heads * head_dim,), (num_heads, head_dim), align=align)
     _check("cu_seqlens", cu_seqlens, q, _INDEX_DTYPES, (num_sequences + 1,))
     _check("out", a.out, q, floats, tokens, align=align)
     _check("final_state", a.final_state, q, (state_dtype,), dense_states, align=align)
