@@ -94,7 +94,8 @@ def kda_prefill(
         checkpoint_state: like ``final_state``, written: the state after ``checkpoint_offsets`` tokens of each
             sequence. Unspecified where the offset is 0.
         checkpoint_offsets: ``[N]``, dtype of ``cu_seqlens``.
-        state_indices: ``[N]`` int32 or int64, row in the pool of each sequence, no row twice.
+        state_indices: ``[N]`` int32 or int64, row in the pool of each sequence, no row twice but for row 0: no
+            sequence owns that in vLLM, whose warm-up names it for all.
         has_initial_state: ``[N]`` bool, with ``state_indices``: False for a sequence that starts from zeros.
 
     Returns:
@@ -371,7 +372,8 @@ def _check_values(a: _Arguments, checkpoint_step: int) -> None:
         )
     if a.state_indices is not None and a.initial_state is not None:
         rows, num_rows = a.state_indices.tolist(), len(a.initial_state)
-        if len(set(rows)) < len(rows) or not all(0 <= row < num_rows for row in rows):
+        owned = [row for row in rows if row != 0]
+        if len(set(owned)) < len(owned) or not all(0 <= row < num_rows for row in rows):
             raise refused("state_indices", f"is {rows}", f"different rows from 0 to {num_rows - 1}")
     ends = {name: _ends(x) for name, x in a._asdict().items() if x is not None and x.numel()}
     for name in ("out", "final_state", "workspace", "checkpoint_state"):
