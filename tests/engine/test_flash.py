@@ -108,7 +108,10 @@ def make_impl(settings: dict[str, Any] = SETTINGS, **options: Any) -> GatherFlas
 
 
 def make_builder(settings: dict[str, Any] = SETTINGS, cls: Any = GatherFlashMetadataBuilder, **changed: Any) -> Any:
-    compilation = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_cudagraph_capture_size=8)
+    layers = changed.pop("layers", {})
+    compilation = SimpleNamespace(
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_cudagraph_capture_size=8, static_forward_context=layers
+    )
     config = SimpleNamespace(
         additional_config=settings,
         model_config=SimpleNamespace(
@@ -134,7 +137,7 @@ def make_builder(settings: dict[str, Any] = SETTINGS, cls: Any = GatherFlashMeta
     )
     assert not changed
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16)
-    return cls(spec, ["layer"], config, torch.device("cpu"))
+    return cls(spec, [*layers, "gone"], config, torch.device("cpu"))
 
 
 class Batch:
@@ -167,6 +170,7 @@ class Batch:
 
     def common(self, **changed: Any) -> CommonAttentionMetadata:
         queries = self.starts.diff()
+        upper_bound = self.seq_lens + 2 * (queries == 1)
         given: dict[str, Any] = {
             "query_start_loc": self.starts,
             "query_start_loc_cpu": self.starts,
@@ -174,10 +178,10 @@ class Batch:
             "num_reqs": len(self.seq_lens),
             "num_actual_tokens": int(self.starts[-1]),
             "max_query_len": int(queries.max()),
-            "max_seq_len": int(self.seq_lens.max()) + 2,
+            "max_seq_len": int(upper_bound.max()),
             "block_table_tensor": self.table,
             "slot_mapping": torch.zeros(int(self.starts[-1]), dtype=torch.int64),
-            "seq_lens_cpu_upper_bound": self.seq_lens + 2 * (queries == 1),
+            "seq_lens_cpu_upper_bound": upper_bound,
             **changed,
         }
         return CommonAttentionMetadata(**given)
@@ -266,9 +270,30 @@ def test_what_each_kind_of_layer_does_is_said_at_the_start(paged: Stock, monkeyp
     monkeypatch.setattr(flash_metadata, "log_choice", lambda planner: said.append(planner.layer.window))
     impls = {"a": make_impl(), "b": make_impl(sliding_window=24), "c": make_impl()}
     layers = {name: SimpleNamespace(impl=impl) for name, impl in impls.items()} | {"other": SimpleNamespace()}
-    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    make_builder()._announce(config, [*layers, "gone"], BLOCK_SIZE)
+    make_builder(layers=layers)
     assert said == [None, 23]
+
+
+def test_stock_steps_run_stocks_own_forward(paged: Stock) -> None:
+    """With nothing of ours before it, and as soon as a step is planned with ours again, whoever built last."""
+    impl = make_impl()
+    layers = {"a": SimpleNamespace(impl=impl)}
+    decodes, prefills = Batch([(20, 1), (3, 1)]), Batch(DECODES_AND_PREFILLS)
+    builder = make_builder(layers=layers)
+
+    def check(builder: Any, batch: Batch, plain: bool) -> None:
+        metadata = builder.build(0, batch.common())
+        assert ("forward" in vars(impl)) is plain
+        before = counts()
+        torch.testing.assert_close(forward(impl, batch, metadata), expected(impl, batch))
+        assert (ways(before) == (0, 0, 0)) is plain
+
+    check(builder, decodes, True)
+    check(builder, prefills, False)
+    check(builder, decodes, True)
+    check(make_builder(layers=layers), prefills, False)
+    make_builder(layers=layers, microbatches=True).build(0, decodes.common())
+    assert "forward" not in vars(impl)
 
 
 def test_the_plan_is_made_once_for_layers_of_a_kind(paged: Stock, monkeypatch: pytest.MonkeyPatch) -> None:

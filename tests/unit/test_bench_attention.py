@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import math
 import subprocess
 import sys
@@ -177,7 +178,7 @@ def test_solving_recovers_the_rates(data: st.DataObject) -> None:
 
 @settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(st.integers(0, 2**32 - 1))
-def test_no_measured_point_is_planned_to_be_slower(seed: int) -> None:
+def test_no_request_measured_to_be_slower_is_planned(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     truth = Calibration("a GPU", 4.1, 3.0, 12.0, *HOST, tuple(Rate(*kind, 600.0, 0.1, 0.1) for kind in KINDS))
     points = [
@@ -188,9 +189,14 @@ def test_no_measured_point_is_planned_to_be_slower(seed: int) -> None:
         if point.shape == SHAPES[0]
     ]
     found = calibrate.solve("a GPU", points, [], 12.0, HOST)
+    ratios: dict[object, list[float]] = {}
+    for point in points:
+        key = point.cache, point.layer.page, point.query, point.context
+        ratios.setdefault(key, []).append(point.ours_us / point.stock_us)
     for point in points:
         [way] = calibrate.planner(point, found).choose([(point.query, point.context)])
-        assert way == "paged" or point.ours_us <= point.stock_us
+        over_pages = statistics.median(ratios[point.cache, point.layer.page, point.query, point.context])
+        assert way == "paged" or over_pages <= 1
 
 
 def test_calibration_keeps_its_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

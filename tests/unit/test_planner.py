@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +97,13 @@ def test_a_request_that_cannot_gain_stays_stock(planner: Planner, request: tuple
         assert planner.choose([request]) == ["paged"]
 
 
+@given(planners, st.lists(st.none() | prefills, min_size=2, max_size=6))
+def test_a_step_that_cannot_gain_stays_stock(planner: Planner, step: list[Request]) -> None:
+    alone = [request for request in step if request is not None]
+    if alone and not planner.step_may_gain(*(np.array(numbers) for numbers in zip(*alone, strict=True))):
+        assert set(planner.choose(step)) == {"paged"}
+
+
 HOST_BOUND = dataclasses.replace(H200, paged_host_us=80.0, fresh_host_us=80.0, gather_host_us=95.0)
 
 
@@ -111,15 +119,6 @@ HOST_BOUND = dataclasses.replace(H200, paged_host_us=80.0, fresh_host_us=80.0, g
 def test_a_step_that_waits_for_the_host_is_left_alone(requests: list[Request], ways: list[str]) -> None:
     planner = make(dataclasses.replace(GQA, num_kv_heads=4), calibration=HOST_BOUND)
     assert planner.choose(requests) == ways
-
-
-@given(layers, st.lists(st.tuples(st.integers(1, 300), st.integers(0, 3000)), min_size=1, max_size=4))
-def test_small_steps_are_not_looked_at(layer: Layer, requests: list[tuple[int, int]]) -> None:
-    """What is called small is what would have stayed stock."""
-    slow_fresh = dataclasses.replace(H200, fresh_host_us=80.0)
-    planner = make(layer, calibration=slow_fresh)
-    if planner.is_small(sum(layer.pairs(*request) for request in requests)):
-        assert set(planner.choose(requests)) == {"paged"}
 
 
 @given(layers, st.integers(1, 300), st.integers(0, 300))

@@ -32,6 +32,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashA
 from vllm_kda_plugin.attention import planner as planning
 from vllm_kda_plugin.attention.calls import Ready
 from vllm_kda_plugin.attention.planner import Layer, Planner
+from vllm_kda_plugin.attention.stats import STATS
 from vllm_kda_plugin.attention.steps import Call, plan_step
 from vllm_kda_plugin.config import PluginConfig
 
@@ -154,7 +155,17 @@ class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             if calibration is not None:
                 self.least_pairs = planning.waiting_pairs(calibration, self.num_heads_q, self.headdim)
         self._capturing = False
-        self._announce(vllm_config, layer_names, kv_cache_spec.block_size)
+        self._stock = False
+        layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
+        impls = [getattr(layers.get(name), "impl", None) for name in layer_names]
+        self.impls: list[Any] = [impl for impl in impls if hasattr(impl, "leave_to_stock")]
+        for impl in self.impls:
+            impl.leave_to_stock(False)  # an earlier builder may have
+        if self.plans_steps:  # say at the start what each kind of layer will do
+            for impl in self.impls:
+                self._planner(impl.kind(kv_cache_spec.block_size, True))
+        if vllm_config.parallel_config.use_ubatching:
+            self.impls = []  # shared with the other microbatch, whose step may be another
 
     def _check_e5m2(self, vllm_config: VllmConfig, page_size: int) -> None:
         """Refuse at the start what such a cache cannot do: there is no stock call to fall back to."""
@@ -175,40 +186,44 @@ class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         if problem:
             raise ValueError(f"--kv-cache-dtype {E5M2} {problem}; use fp8_e4m3 or auto")
 
-    def _announce(self, vllm_config: VllmConfig, layer_names: list[str], page_size: int) -> None:
-        """Say at the start what each kind of layer will do."""
-        layers = getattr(vllm_config.compilation_config, "static_forward_context", {})
-        for name in layer_names if self.plans_steps else ():
-            kind_of_layer = getattr(getattr(layers.get(name), "impl", None), "kind", None)
-            if kind_of_layer is not None:
-                self._planner(kind_of_layer(page_size, True))
-
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashAttentionMetadata:
         """As vLLM's, with the host's numbers where some request may gain from them."""
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        common = common_attn_metadata
+        if fast_build or not self._may_gain(common_attn_metadata):
+            self._leave_to_stock(True)
+            STATS.stock_steps += not self._capturing
+            return stock
+        self._leave_to_stock(False)
+        # Becomes ours where it is: it has two dozen fields.
+        stock.__class__ = GatherFlashMetadata
+        planned = cast(GatherFlashMetadata, stock)
+        planned.host = HostNumbers(self, common_attn_metadata)
+        return planned
+
+    def _may_gain(self, common: CommonAttentionMetadata) -> bool:
+        """Whether some request of a step may gain from the host's numbers: a look at the step as a whole."""
         if (
             not self.plans_steps
-            or (
-                common.num_actual_tokens * common.max_seq_len < self.least_pairs
-                # A whole prompt that is alone in its step spares the host time, however short it is.
-                and (common.num_reqs > 1 or common.max_query_len < common.max_seq_len)
-            )
             or (self._capturing and not self.must_gather)
-            or fast_build
             or (common.max_query_len <= self.decode_tokens and not self.must_gather)
             or common.causal is not True
             or common.seq_lens_cpu_upper_bound is None
             or (self.speculates and common.is_prefilling is None)
         ):
-            return stock
-        # Becomes ours where it is: it has two dozen fields.
-        stock.__class__ = GatherFlashMetadata
-        planned = cast(GatherFlashMetadata, stock)
-        planned.host = HostNumbers(self, common)
-        return planned
+            return False
+        if common.num_reqs == 1 and self.planners:
+            query = common.max_query_len
+            context = common.max_seq_len - query
+            return any(planner.may_gain(query, context) for planner in self.planners.values() if not planner.idle)
+        return common.num_actual_tokens * common.max_seq_len >= self.least_pairs
+
+    def _leave_to_stock(self, stock: bool) -> None:
+        if stock is not self._stock:
+            self._stock = stock
+            for impl in self.impls:
+                impl.leave_to_stock(stock)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttentionMetadata:
         """As vLLM's: what a graph replays is the one stock call, whatever the batch."""
@@ -223,7 +238,9 @@ class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         """As vLLM's; what was planned with the other table is planned anew."""
         updated = super().update_block_table(metadata, blk_table, slot_mapping)
-        if isinstance(updated, GatherFlashMetadata) and updated.host is not None:
+        planned = isinstance(updated, GatherFlashMetadata) and updated.host is not None
+        self._leave_to_stock(not planned)
+        if planned:
             updated.host = dataclasses.replace(updated.host, plans={})
         return updated
 

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 Way = Literal["paged", "fresh", "gather"]
 """How one request attends: the stock call on the page table; on the K and V that this step computed, without a cache
 read; on K and V gathered from the cache."""
@@ -198,24 +200,24 @@ def _is_number(value: object) -> bool:
 
 H200 = Calibration(
     gpu="NVIDIA H200",
-    gather_tbps=4.2,
-    gather_us=4.3,
-    call_us=17.9,
-    paged_host_us=70.0,
-    fresh_host_us=52.0,
-    gather_host_us=66.0,
+    gather_tbps=4.25,
+    gather_us=4.2,
+    call_us=16.8,
+    paged_host_us=63.6,
+    fresh_host_us=44.4,
+    gather_host_us=57.7,
     # 16-bit caches. An fp8 cache is left to the stock call unless a calibration or the mode says otherwise: its decodes
     # would quantise their 16-bit queries in a kernel of their own.
     rates=(
-        Rate(64, 4, "other", "16-bit", attention_tflops=518.0, paged_penalty=0.087, fresh_penalty=0.076),
-        Rate(64, 4, "tile", "16-bit", attention_tflops=517.0, paged_penalty=0.013, fresh_penalty=0.010),
-        Rate(128, 1, "other", "16-bit", attention_tflops=695.0, paged_penalty=0.105, fresh_penalty=0.081),
-        Rate(128, 1, "tile", "16-bit", attention_tflops=685.0, paged_penalty=0.019, fresh_penalty=0.023),
-        Rate(128, 4, "other", "16-bit", attention_tflops=698.0, paged_penalty=0.106, fresh_penalty=0.091),
-        Rate(128, 4, "tile", "16-bit", attention_tflops=705.0, paged_penalty=0.018, fresh_penalty=0.016),
-        Rate(128, 8, "other", "16-bit", attention_tflops=706.0, paged_penalty=0.101, fresh_penalty=0.109),
-        Rate(128, 8, "tile", "16-bit", attention_tflops=707.0, paged_penalty=0.013, fresh_penalty=0.039),
-        Rate(256, 4, "other", "16-bit", attention_tflops=779.0, paged_penalty=0.053, fresh_penalty=0.029),
+        Rate(64, 4, "other", "16-bit", attention_tflops=515.0, paged_penalty=0.087, fresh_penalty=0.066),
+        Rate(64, 4, "tile", "16-bit", attention_tflops=515.0, paged_penalty=0.014, fresh_penalty=0.008),
+        Rate(128, 1, "other", "16-bit", attention_tflops=685.0, paged_penalty=0.104, fresh_penalty=0.085),
+        Rate(128, 1, "tile", "16-bit", attention_tflops=683.0, paged_penalty=0.019, fresh_penalty=0.023),
+        Rate(128, 4, "other", "16-bit", attention_tflops=701.0, paged_penalty=0.095, fresh_penalty=0.084),
+        Rate(128, 4, "tile", "16-bit", attention_tflops=710.0, paged_penalty=0.016, fresh_penalty=0.016),
+        Rate(128, 8, "other", "16-bit", attention_tflops=699.0, paged_penalty=0.101, fresh_penalty=0.113),
+        Rate(128, 8, "tile", "16-bit", attention_tflops=701.0, paged_penalty=0.015, fresh_penalty=0.034),
+        Rate(256, 4, "other", "16-bit", attention_tflops=769.0, paged_penalty=0.052, fresh_penalty=0.034),
     ),
 )
 
@@ -305,6 +307,11 @@ class Planner:
         return waiting_pairs(self.calibration, self.layer.num_heads, self.layer.head_size)
 
     @functools.cached_property
+    def _us_per_pair(self) -> float:
+        tflops = 500.0 if self.rate is None else self.rate.attention_tflops
+        return 4 * self.layer.num_heads * self.layer.head_size / (tflops * 1e6)
+
+    @functools.cached_property
     def capacity(self) -> int:
         """Tokens whose K and V fit the workspace."""
         return self.workspace_bytes // self.layer.row_bytes
@@ -352,9 +359,7 @@ class Planner:
 
     def attention_us(self, query: int, context: int) -> float:
         """Attention of one request on contiguous K and V."""
-        layer = self.layer
-        tflops = 500.0 if self.rate is None else self.rate.attention_tflops
-        return 4 * layer.pairs(query, context) * layer.num_heads * layer.head_size / (tflops * 1e6)
+        return self.layer.pairs(query, context) * self._us_per_pair
 
     def costs_us(self, query: int, context: int) -> dict[Way, float]:
         """All that a request costs beside the call it shares with its neighbours, for each way that it can go."""
@@ -392,6 +397,14 @@ class Planner:
         if self.idle:
             return ["paged"] * len(requests)
         costs = [_DECODES if request is None else self.costs_us(*request) for request in requests]
+        stock: list[Way] = ["paged"] * len(requests)
+
+        def step_us(ways: Sequence[Way]) -> float:
+            return max(self._gpu_us(costs, ways), self.host_us(requests, ways))
+
+        # Alone, a whole prompt need only be no slower on the GPU: its call costs the host less than the stock one.
+        if len(requests) == 1 and not self.forced and costs[0].get("fresh", math.inf) <= costs[0]["paged"]:
+            return ["fresh"] if step_us(["fresh"]) < (1 - _MARGIN) * step_us(stock) else stock
         # Fewest microseconds for the requests so far if the last goes this way, and what its neighbour before went.
         best: dict[Way, float] = {"paged": 0.0}
         before: list[dict[Way, Way]] = []
@@ -418,30 +431,50 @@ class Planner:
             chosen.append(way)
             way = reached[way]
         chosen.reverse()
-        stock: list[Way] = ["paged"] * len(requests)
         if self.forced or chosen == stock:
             return chosen
-
-        def step_us(ways: Sequence[Way]) -> float:
-            return max(self._gpu_us(costs, ways), self.host_us(requests, ways))
-
         return stock if step_us(chosen) > (1 - _MARGIN) * step_us(stock) else chosen
 
     def may_gain(self, query: int, context: int) -> bool:
-        """Whether a request could gain by itself: a quick look, that saves most steps a slow one."""
+        """Whether a request could gain that is alone in its step: a quick look, that saves most steps a slow one."""
         if self.forced:
             return True
         layer, (paged_penalty, fresh_penalty) = self.layer, self._penalties
         if context == 0 and layer.can_fresh:
             return fresh_penalty > 0
-        if self.calibration is None or paged_penalty <= 0:
+        penalty = max(paged_penalty, fresh_penalty)
+        if self.calibration is None or penalty <= 0 or layer.pairs(query, context) < self._waiting_pairs:
             return False
         gather_us = layer.keys(query, context) * layer.moved_bytes / (self.calibration.gather_tbps * 1e6)
-        return self.attention_us(query, context) * max(paged_penalty, fresh_penalty) > gather_us
+        return self.attention_us(query, context) * penalty > gather_us
 
-    def is_small(self, pairs: float) -> bool:
-        """Whether so few pairs of query and key are not worth a look, but for a whole prompt alone in its step."""
-        return pairs < self._waiting_pairs
+    def step_may_gain(self, queries: np.ndarray, contexts: np.ndarray) -> bool:
+        """Whether a step of several requests could gain, the same quick look.
+
+        Args:
+            queries: ``[prefills]`` query tokens of each.
+            contexts: ``[prefills]`` tokens cached before them.
+        """
+        if self.forced:
+            return True
+        layer, (paged_penalty, fresh_penalty) = self.layer, self._penalties
+        if self.calibration is None or max(paged_penalty, fresh_penalty) <= 0:
+            return False
+        keys = queries + (contexts if layer.window is None else np.minimum(contexts, layer.window))
+        seen = keys - (queries - 1) / 2 if layer.window is None else np.minimum(keys, layer.window + 1)
+        pairs = queries * seen  # with a window, at least as many as there are
+        if pairs.sum() < self._waiting_pairs:
+            return False
+        us = pairs * self._us_per_pair
+        penalties = np.where(contexts > 0, max(paged_penalty, fresh_penalty), fresh_penalty)
+        gather_us = keys * (layer.moved_bytes / (self.calibration.gather_tbps * 1e6))
+        if layer.can_fresh:
+            gather_us = np.where(contexts > 0, gather_us, 0.0)
+        gains = us * penalties - gather_us
+        # Each is a call of its own, and one of them may be the step's first.
+        call_us = self.calibration.call_us
+        most = np.maximum(gains - call_us, 0.0).sum() + min(max(gains.max(), 0.0), call_us)
+        return bool(most > _MARGIN * us.sum())
 
     def host_us(self, requests: Sequence[Request], ways: Sequence[Way]) -> float:
         """The host's time in a layer's forward if each request goes its way."""

@@ -21,7 +21,8 @@ class AttentionStats:
     ``implementation`` is the class whose forward ran, ``module.qualname``; a *forward* is one layer of one
     step; a *gather* is one copy of paged KV into contiguous K and V, for one layer and one or more
     requests. ``gathered_bytes`` counts K and V once, as payload. The three after it count attention calls by
-    what they read: the page table, this step's own K and V, gathered K and V.
+    what they read: the page table, this step's own K and V, gathered K and V. On CUDA, ``stock_steps`` are steps
+    of a group of layers that were left to vLLM's own forward, or to a full CUDA graph: none of the others counts those.
     """
 
     implementation: str = ""
@@ -32,6 +33,7 @@ class AttentionStats:
     paged_calls: int = 0
     fresh_calls: int = 0
     gather_calls: int = 0
+    stock_steps: int = 0
 
     def line(self) -> str:
         """The log line of these counters; :func:`parse_line` reads it back."""
@@ -73,7 +75,7 @@ class Reporter:
 
     def report(self) -> None:
         """Log the counters now, if this process did any attention."""
-        if STATS.forwards:
+        if STATS.forwards or STATS.stock_steps:
             self._logger.info("%s", STATS.line())
 
 

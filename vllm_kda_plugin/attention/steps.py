@@ -86,10 +86,10 @@ def plan_step(
     if not long.any():
         return None
     contexts = np.maximum(seq_lens - queries, 0)
-    alone = len(queries) == 1 and contexts[0] == 0
-    if not alone and planner.is_small(float((queries[long] * (contexts[long] + queries[long] / 2)).sum())):
-        return None
-    if not any(map(planner.may_gain, queries[long].tolist(), contexts[long].tolist())):
+    if len(queries) == 1:
+        if not planner.may_gain(int(queries[0]), int(contexts[0])):
+            return None
+    elif not planner.step_may_gain(queries[long], contexts[long]):
         return None
     units = list(_units(queries, contexts, long))
     ways = planner.choose([request for request, _ in units])

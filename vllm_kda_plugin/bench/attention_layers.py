@@ -127,6 +127,7 @@ def _engine_config(given: VllmConfig, impl: Any, shape: Shape, kv_cache_dtype: s
         parallel_config=SimpleNamespace(
             cp_kv_cache_interleave_size=1,
             dcp_comm_backend="ag_rs",
+            use_ubatching=False,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),

@@ -216,7 +216,8 @@ def _calls() -> tuple[int, int, int]:
 
 def _path(calls: list[int]) -> str:
     names = zip(calls, ("paged", "fresh", "gather"), strict=True)
-    return " + ".join(name if count == 1 else f"{count} {name}" for count, name in names if count)
+    # A step that is left to stock is counted nowhere.
+    return " + ".join(name if count == 1 else f"{count} {name}" for count, name in names if count) or "paged"
 
 
 def _free(device: torch.device) -> None:

@@ -22,7 +22,7 @@ from vllm_kda_plugin.bench.attention_cases import LAYERS, LONG_LAYERS, LONG_US, 
 from vllm_kda_plugin.bench.attention_layers import Backend
 
 # Timings of a cell: about this many microseconds of each backend, within these numbers of rounds.
-_BUDGET_US = 60_000
+_BUDGET_US = 80_000
 _ROUNDS = 3, 41
 # Short steps in a row; what precedes a step's first launch is nothing beside a long one.
 _REPEATS, _LONG_STEP_US = 3, 20_000

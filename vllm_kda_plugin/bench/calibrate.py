@@ -102,7 +102,7 @@ def solve(gpu: str, points: Sequence[Point], gathers: Gathers, call_us: float, h
     """The calibration that fits what was measured.
 
     The penalties of a head size, group, kind of page and cache are the medians of its long prefills, lowered until the
-    planner takes at no measured point a way that was slower than the stock call.
+    planner takes no way that was measured to be slower than the stock call, by the median over pages of a kind.
 
     Args:
         gpu: what the driver calls it.
@@ -150,15 +150,21 @@ def _gather_speed(gathers: Gathers) -> tuple[float, float]:
 def _penalized(
     rate: Rate, name: Literal["paged_penalty", "fresh_penalty"], points: Sequence[Point], calibration: Calibration
 ) -> Rate:
-    """The rate with the highest penalty, up to the median, that makes no measured point slower."""
+    """The rate with the highest penalty, up to the median, that makes no request slower, by the median over pages."""
     if not points:
         return rate
     median = statistics.median(point.penalty for point in _long(points))
     lower = sorted((point.penalty for point in points if point.penalty < median), reverse=True)
+    ratios: dict[tuple[Shape, int, int], list[float]] = {}
+    for point in points:
+        ratios.setdefault((point.shape, point.query, point.context), []).append(point.ours_us / point.stock_us)
+    slower = {request for request, found in ratios.items() if statistics.median(found) > 1}
     for penalty in (median, *lower):
         tried = _with(rate, name, penalty)
         with_it = dataclasses.replace(calibration, rates=(tried,))
-        if all(point.ours_us <= point.stock_us or not _gathers(point, with_it) for point in points):
+        if not any(
+            (point.shape, point.query, point.context) in slower and _gathers(point, with_it) for point in points
+        ):
             return tried
     return _with(rate, name, 0.0)
 
