@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import math
+import statistics
 import subprocess
 import sys
 from pathlib import Path
