@@ -27,8 +27,10 @@ from vllm_kda_plugin.kernels import states
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCES = {"torch": 4e-3, "triton": 1.5e-2, "flashkda": 3e-2}
-"""The torch path computes in float32, Triton keeps some factors in bfloat16, FlashKDA its state too."""
+TOLERANCES = {"torch": 4e-3, "native": 9e-3, "triton": 1.5e-2, "flashkda": 3e-2}
+"""The torch path computes in float32, ours reads its state in bfloat16, Triton keeps some factors in it, FlashKDA its
+state too. Two results of one kernel may differ by both their errors; ours alone is held to less in test_kda_native.py.
+"""
 HEADS, DIM = 2, 128
 BF16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
 

@@ -25,7 +25,7 @@ from vllm_kda_plugin.kda.prefill import kda_prefill
 from vllm_kda_plugin.kda.providers import Case, select
 from vllm_kda_plugin.kda.short_conv import short_conv
 from vllm_kda_plugin.kda.workspace import KdaWorkspace
-from vllm_kda_plugin.kernels import states
+from vllm_kda_plugin.kernels import kda_native, states
 
 logger = init_logger("vllm.kda_plugin")
 
@@ -72,7 +72,10 @@ class KdaLayer:
             _hash_with_the_model(vllm_config, choice)
             _tell_if_overridden(vllm_config, choice)
         if current_platform.is_cuda():
-            states.load(torch.device(current_platform.device_type))
+            device = torch.device(current_platform.device_type)
+            states.load(device)
+            if self.provider is PROVIDERS["native"]:
+                kda_native.load(device)
         logger.info_once("KDA prefill of %s runs on %s.", layer_kind, self.provider.name)
 
     def gate_bound(self) -> float | None:

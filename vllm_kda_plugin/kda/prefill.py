@@ -37,12 +37,13 @@ def scratch_bytes(
     """Bytes of ``workspace`` with which :func:`kda_prefill` can run any call of these sizes.
 
     That is the kernel's own scratch, a dense copy of q, k, v and g if the kernel needs them dense, and the initial
-    states gathered from a pool.
+    states gathered from a pool if the kernel does not read them there.
     """
     parts = [provider.scratch_bytes(num_tokens, num_sequences, num_heads, head_dim)]
     if provider.dense_inputs:
         parts += [num_tokens * num_heads * head_dim * dtype.itemsize] * 4
-    parts.append(num_sequences * num_heads * head_dim * head_dim * state_dtype.itemsize)
+    if not provider.pools:
+        parts.append(num_sequences * num_heads * head_dim * head_dim * state_dtype.itemsize)
     return sum(map(_round_up, parts))
 
 
@@ -129,7 +130,11 @@ def kda_prefill(
     if plan.initial_state is not None:
         initial_state = plan.initial_state.of(workspace)
         plan.mover.gather(initial_state, pool, state_indices, has_initial_state)
-    if plan.empty:
+    if plan.empty and state_indices is not None and plan.initial_state is None:
+        if len(final_state):
+            plan.mover.gather(final_state, pool, state_indices, has_initial_state)
+            plan.mover.scatter(final_state, pool, state_indices)
+    elif plan.empty:
         if len(final_state):
             final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
     else:
@@ -155,6 +160,7 @@ def kda_prefill(
                 workspace[: plan.scratch_bytes],
                 checkpoint_state,
                 checkpoint_offsets,
+                *((state_indices, has_initial_state) if plan.initial_state is None else ()),
             )
         )
     if plan.initial_state is not None:
@@ -265,7 +271,7 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
     if a.initial_state is not None and a.state_indices is None:
         _check("initial_state", a.initial_state, q, (state_dtype,), dense_states, align=align)
     elif a.initial_state is not None and a.state_indices is not None and a.has_initial_state is not None:
-        _check_pool(a.initial_state, q, state_dtype, dense_states)
+        _check_pool(a.initial_state, q, state_dtype, dense_states, align if provider.pools else 1)
         _check("state_indices", a.state_indices, q, _INDEX_DTYPES, (num_sequences,))
         _check("has_initial_state", a.has_initial_state, q, (torch.bool,), (num_sequences,))
     if a.checkpoint_state is not None and a.checkpoint_offsets is not None:
@@ -291,8 +297,11 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
         )
     initial_state, mover = None, states.IN_TORCH
     if a.initial_state is not None and a.state_indices is not None and num_sequences:
-        initial_state = parts.take(dense_states, state_dtype)
-        mover = states.mover(initial_state.of(a.workspace), a.initial_state, a.state_indices)
+        if provider.pools:
+            mover = states.mover(a.final_state, a.initial_state, a.state_indices)
+        else:
+            initial_state = parts.take(dense_states, state_dtype)
+            mover = states.mover(initial_state.of(a.workspace), a.initial_state, a.state_indices)
     return _Plan(
         alignment=workspace_align,
         empty=num_tokens == 0 or num_sequences == 0,
@@ -340,9 +349,14 @@ def _check(
         raise _unfit(name, tensor, "contiguous" + (" but for the distance between tokens" if strided else ""))
     if tensor.data_ptr() % align:
         raise refused(name, f"starts at address {tensor.data_ptr():#x}", f"at a multiple of {align} bytes")
+    if strided and tensor.shape[1] > 1 and (tensor.stride(1) * tensor.itemsize) % align:
+        found = f"has tokens {tensor.stride(1) * tensor.itemsize} bytes apart"
+        raise refused(name, found, f"a multiple of {align} bytes apart")
 
 
-def _check_pool(pool: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, states: tuple[int, ...]) -> None:
+def _check_pool(
+    pool: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, states: tuple[int, ...], align: int
+) -> None:
     if pool.device != like.device:
         raise refused("initial_state", f"is on {pool.device}", f"on {like.device} as q is")
     if pool.dtype != dtype:
@@ -352,6 +366,9 @@ def _check_pool(pool: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, stat
         raise _unfit("initial_state", pool, f"a pool [P, {', '.join(map(str, states[1:]))}]")
     if not pool[:1].is_contiguous() or (pool.shape[0] > 1 and pool.stride(0) < size):
         raise _unfit("initial_state", pool, "contiguous but for the distance between rows of the pool")
+    if pool.data_ptr() % align or (pool.stride(0) * pool.itemsize) % align:
+        found = f"starts at address {pool.data_ptr():#x} with rows {pool.stride(0) * pool.itemsize} bytes apart"
+        raise refused("initial_state", found, f"both multiples of {align} bytes")
 
 
 def _check_values(a: _Arguments, checkpoint_step: int) -> None:

@@ -31,8 +31,15 @@ KERNELS: dict[str, tuple[str, ...]] = {
         *(f"gather_{form}_{name}" for form in ("classic", "elements") for name in ("4", "2", "1", *_DEQUANTIZE)),
     ),
     "kda_states": ("gather_states", "scatter_states"),
+    "kda_prefill_sm90": (
+        *(f"kda_prefill_{gate}_{values}" for gate in ("bounded", "softplus") for values in (128, 64)),
+        *("kda_segments_bounded", "kda_segments_softplus", "kda_combine"),
+    ),
 }
 """Every file in ``csrc/`` and its entry points, all loaded together."""
+
+ONLY_ON = {"kda_prefill_sm90": (9, 0)}
+"""Compute capability of the only GPUs that a kernel is for, where it is for some only."""
 
 FATBINS = Path(__file__).parent / "fatbin"
 SOURCES = (Path(__file__).parent / "csrc", Path(__file__).parents[2] / "csrc")
@@ -81,6 +88,7 @@ class Kernel:
         constants: Sequence[int],
         *,
         comes_early: bool = False,
+        shared_bytes: int = 0,
     ) -> Launch:
         """A launch of which all but the pointers is known.
 
@@ -92,14 +100,22 @@ class Kernel:
             constants: the integers that follow them.
             comes_early: let it be launched while the kernel before it in the stream ends, where the GPU can, Hopper
                 and later. It must wait for that kernel before it touches memory.
+            shared_bytes: of dynamic shared memory for each block.
 
         Raises:
             ValueError: more thread blocks than a grid can have.
+            KernelUnavailable: a block cannot have so much shared memory.
         """
         if blocks >= 1 << 31:
             raise ValueError(f"{entry} would need {blocks:,} thread blocks, of which a grid has at most {2**31 - 1:,}")
-        early = comes_early and self._can_come_early
-        return Launch(self.device, self, self._functions[entry].ptr, blocks, threads, num_pointers, constants, early)
+        early, handle = comes_early and self._can_come_early, self._functions[entry].ptr
+        if shared_bytes > _SHARED_BYTES:
+            error = _cuda_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+            if error:
+                raise KernelUnavailable(
+                    f"{entry} needs {shared_bytes:,} bytes of shared memory a block, which the driver refuses ({error})"
+                )
+        return Launch(self.device, self, handle, blocks, threads, num_pointers, constants, early, shared_bytes)
 
 
 class _Config(ctypes.Structure):
@@ -119,6 +135,8 @@ class _Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
 
 
+_SHARED_BYTES = 48 << 10  # that any block may have
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _COMES_EARLY = _Attribute(id=6, value=(ctypes.c_int * 16)(1))  # programmatic stream serialization: allowed
 
 
@@ -135,11 +153,12 @@ class Launch:
         num_pointers: int,
         constants: Sequence[int],
         comes_early: bool,
+        shared_bytes: int,
     ) -> None:
         self._device, self._handle = device, handle
         self._owner = owner  # of the handle
         attributes = ctypes.addressof(_COMES_EARLY) if comes_early else None
-        self._config = _Config(blocks, 1, 1, threads, 1, 1, 0, None, attributes, int(comes_early))
+        self._config = _Config(blocks, 1, 1, threads, 1, 1, shared_bytes, None, attributes, int(comes_early))
         self._struct = (ctypes.c_longlong * (num_pointers + len(constants)))(*[0] * num_pointers, *constants)
         self._num_pointers = num_pointers
         self._threads = threading.local()
@@ -192,6 +211,7 @@ class Launch:
 def _cuda_driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
+    driver.cuFuncSetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
     return driver
 
 
@@ -258,6 +278,9 @@ def _load(name: str, device: int) -> Kernel:
             f"kernel {name} is not loaded on cuda:{device} and cannot be while a CUDA graph is captured; "
             f"call load({name!r}, {device}) before the capture"
         )
+    wanted, found = ONLY_ON.get(name), torch.cuda.get_device_capability(device)
+    if wanted not in (None, found):
+        raise KernelUnavailable(f"kernel {name} is for compute capability {wanted}, this GPU has {found}")
     check_cupy(torch.version.cuda)
     try:
         import cupy
@@ -279,7 +302,9 @@ def _load(name: str, device: int) -> Kernel:
         if source is None:
             raise KernelUnavailable(f"kernel {name}: {why_not_prebuilt}, and its source is missing; reinstall")
         try:
-            module = cupy.RawModule(code=source.read_text(encoding="utf-8"), options=("-std=c++17",))
+            module = cupy.RawModule(
+                code=source.read_text(encoding="utf-8"), options=("-std=c++17", f"-I{source.parent}")
+            )
             return Kernel(device, _functions(module, name), KernelStatus(name, "runtime", why_not_prebuilt))
         except Exception as error:
             raise KernelUnavailable(f"kernel {name}: {why_not_prebuilt}, and compiling it failed: {error}") from error
@@ -295,8 +320,10 @@ def _why_not_fresh(name: str, source: Path | None) -> str:
     if not fatbin.exists():
         return "no fatbin was built"
     # In a checkout the source may have been edited since. A wheel's files are as old as each other, about.
-    if source is not None and source.parent == SOURCES[1] and source.stat().st_mtime > fatbin.stat().st_mtime:
-        return "the fatbin is older than its source"
+    if source is not None and source.parent == SOURCES[1]:
+        sources = [source, *source.parent.glob("*.cuh")]
+        if max(path.stat().st_mtime for path in sources) > fatbin.stat().st_mtime:
+            return "the fatbin is older than its source"
     return ""
 
 
