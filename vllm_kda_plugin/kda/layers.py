@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 
 from vllm_kda_plugin.config import SECTION, PluginConfig
 from vllm_kda_plugin.kda.prefill import kda_prefill
-from vllm_kda_plugin.kda.providers import Case, select
+from vllm_kda_plugin.kda.providers import PROVIDERS, Case, select
 from vllm_kda_plugin.kda.short_conv import short_conv
 from vllm_kda_plugin.kda.workspace import KdaWorkspace
 from vllm_kda_plugin.kernels import kda_native, states
