@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     summary = "measure the gather of paged KV cache; on a CPU it is torch that is measured"
     gather = benches.add_parser("gather", help=summary, description=summary)
-    gather.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures here")
-    gather.add_argument("--plot", type=_plot_file, metavar="FILE", help="plot here, as .png, .svg or .pdf")
+    _add_files(gather)
     gather.add_argument(
         "--num-tokens",
         type=_positive,
@@ -39,16 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     gather.set_defaults(run=_bench_gather)
     summary = "measure the kernels of a KDA prefill, and how exact they are; on a CPU it is torch that is measured"
     kda = benches.add_parser("kda", help=summary, description=summary)
-    kda.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures here")
-    kda.add_argument("--plot", type=_plot_file, metavar="FILE", help="plot here, as .png, .svg or .pdf")
+    _add_files(kda)
     kda.add_argument(
         "--overhead", action="store_true", help="measure what a layer pays for allocating, in place of the kernels"
     )
     kda.set_defaults(run=_bench_kda)
     summary = "measure attention steps beside vLLM's FLASH_ATTN on the same tensors; needs a GPU"
     attention = benches.add_parser("attention", help=summary, description=summary)
-    attention.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures here")
-    attention.add_argument("--plot", type=_plot_file, metavar="FILE", help="plot here, as .png, .svg or .pdf")
+    _add_files(attention)
     attention.add_argument(
         "--calibrate",
         type=_new_file,
@@ -68,11 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.add_argument("--prompt-tokens", type=_positive, nargs="+", metavar="N", help="lengths of the prompts")
     serve.add_argument("--chunk", type=_positive, metavar="N", help="prompt tokens computed in one step")
     serve.add_argument("--eager", action="store_true", help="neither compile the model nor use CUDA graphs")
-    serve.add_argument("--json", type=_new_file, metavar="FILE", help="write all samples here")
-    serve.add_argument("--plot", type=_plot_file, metavar="FILE", help="plot here, as .png, .svg or .pdf")
+    _add_files(serve)
     serve.set_defaults(run=_bench_serve)
     arguments = vars(parser.parse_args(argv))
     return int(arguments.pop("run")(**arguments))
+
+
+def _add_files(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("--json", type=_new_file, metavar="FILE", help="write all figures here")
+    bench.add_argument("--plot", type=_plot_file, metavar="FILE", help="plot here, as .png, .svg or .pdf")
 
 
 def _doctor() -> int:

@@ -55,6 +55,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 8192,
     "max_num_seqs": 64,
     "kv_cache_memory_bytes": 12 << 30,
+    "gpu_memory_utilization": 0.2,  # what must be free at the start: tests can run side by side
     "enable_prefix_caching": False,
     "seed": 0,
 }

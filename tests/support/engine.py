@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from vllm_kda_plugin.attention.stats import STATS
 
 IMPLEMENTATION = "vllm_kda_plugin.attention.impl.GatherTorchImpl"
@@ -68,6 +70,8 @@ def engine(model: str, backend: str | None, **settings: Any) -> Iterator[Any]:
         "kv_cache_memory_bytes": 64 << 20,
         "disable_log_stats": False,
     }
+    if torch.cuda.is_available():
+        small["gpu_memory_utilization"] = 0.1  # what must be free at the start: tests can run side by side
     llm = LLM(model, **{**small, "attention_backend": backend, **settings})
     try:
         yield llm
