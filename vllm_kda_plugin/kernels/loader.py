@@ -6,11 +6,15 @@ at first use by NVRTC, which CuPy keeps on disk. Nothing links against torch or 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
+import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,6 +57,10 @@ class KernelUnavailable(RuntimeError):
     """A kernel cannot be had on this machine; the message says why and what to do."""
 
 
+class OtherGpu(KernelUnavailable):
+    """A kernel is for GPUs of another kind than this one."""
+
+
 class CuPyUnavailable(KernelUnavailable, ImportError):
     """CuPy is missing, or made for another CUDA than torch is."""
 
@@ -62,10 +70,10 @@ class KernelStatus:
     """Where a kernel comes from on the current GPU."""
 
     name: str
-    state: Literal["prebuilt", "runtime", "none"]
-    """In the package's fatbin, compiled here at first use, or not available."""
+    state: Literal["prebuilt", "runtime", "other", "none"]
+    """In the package's fatbin, compiled here at first use, for other GPUs than this one, or not available."""
     detail: str = ""
-    """Why it is not prebuilt, or not available."""
+    """Why it is not prebuilt, for which GPUs it is, or why it is not available."""
 
 
 class Kernel:
@@ -246,6 +254,8 @@ def kernel_status() -> list[KernelStatus]:
             # A build without CUDA has no current device; load() says so.
             device = torch.cuda.current_device() if torch.version.cuda and torch.cuda.is_available() else 0
             found.append(load(name, device).status)
+        except OtherGpu as error:
+            found.append(KernelStatus(name, "other", str(error)))
         except Exception as error:  # torch, CuPy and drivers fail in many ways, and this is how people learn of it
             found.append(KernelStatus(name, "none", str(error) or type(error).__name__))
     return found
@@ -279,8 +289,8 @@ def _load(name: str, device: int) -> Kernel:
             f"call load({name!r}, {device}) before the capture"
         )
     wanted, found = ONLY_ON.get(name), torch.cuda.get_device_capability(device)
-    if wanted not in (None, found):
-        raise KernelUnavailable(f"kernel {name} is for compute capability {wanted}, this GPU has {found}")
+    if wanted and wanted != found:
+        raise OtherGpu(f"it is for compute capability {wanted[0]}.{wanted[1]}, this GPU has {found[0]}.{found[1]}")
     check_cupy(torch.version.cuda)
     try:
         import cupy
@@ -302,12 +312,47 @@ def _load(name: str, device: int) -> Kernel:
         if source is None:
             raise KernelUnavailable(f"kernel {name}: {why_not_prebuilt}, and its source is missing; reinstall")
         try:
-            module = cupy.RawModule(
-                code=source.read_text(encoding="utf-8"), options=("-std=c++17", f"-I{source.parent}")
-            )
+            if wanted:
+                module = cupy.cuda.Module()
+                module.load(_compile(source, f"sm_{wanted[0]}{wanted[1]}a"))
+            else:
+                module = cupy.RawModule(
+                    code=source.read_text(encoding="utf-8"), options=("-std=c++17", f"-I{source.parent}")
+                )
             return Kernel(device, _functions(module, name), KernelStatus(name, "runtime", why_not_prebuilt))
         except Exception as error:
             raise KernelUnavailable(f"kernel {name}: {why_not_prebuilt}, and compiling it failed: {error}") from error
+
+
+def _compile(source: Path, arch: str) -> bytes:
+    """Machine code that uses what one kind of GPU alone has, such as ``sm_90a``: CuPy asks NVRTC for ``sm_90`` only.
+
+    It is kept in CuPy's folder, under the hash of the source and of all headers.
+    """
+    from cupy_backends.cuda.libs import nvrtc
+
+    headers = {path.name: path.read_text(encoding="utf-8") for path in sorted(source.parent.glob("*.cuh"))}
+    text = source.read_text(encoding="utf-8")
+    parts = arch, str(nvrtc.getVersion()), text, *headers, *headers.values()
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    kept = folder / f"{source.stem}_{digest}.cubin"
+    with contextlib.suppress(OSError):
+        return kept.read_bytes()
+    program = nvrtc.createProgram(text, source.name, tuple(headers.values()), tuple(headers))
+    try:
+        nvrtc.compileProgram(program, ("-std=c++17", f"-arch={arch}"))
+        cubin: bytes = nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(nvrtc.getProgramLog(program) or str(error)) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    with contextlib.suppress(OSError):  # a folder that cannot be written costs the next process the time again
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as half:
+            half.write(cubin)
+        os.replace(half.name, kept)
+    return cubin
 
 
 def _find_source(name: str) -> Path | None:
@@ -328,4 +373,5 @@ def _why_not_fresh(name: str, source: Path | None) -> str:
 
 
 def _functions(module: Any, name: str) -> dict[str, Any]:
-    return {entry: module.get_function(entry).kernel for entry in KERNELS[name]}
+    found = {entry: module.get_function(entry) for entry in KERNELS[name]}
+    return {entry: getattr(function, "kernel", function) for entry, function in found.items()}
