@@ -272,9 +272,9 @@ def test_a_kernel_for_one_kind_of_gpu_is_compiled_for_all_it_has_and_kept(nvrtc:
     ((text, file, headers, names),) = nvrtc.created
     assert file == f"{name}.cu"
     assert dict(zip(names, headers, strict=True)) == {
-        path.name: path.read_text() for path in (ROOT / "csrc").glob("*.cuh")
+        path.name.encode(): path.read_bytes() for path in (ROOT / "csrc").glob("*.cuh")
     }
-    assert f'#include "{names[0]}"' in text
+    assert f'#include "{names[0].decode()}"' in text
     assert [path.read_bytes() for path in (tmp_path / "cache").iterdir()] == [b"machine code"]
 
 

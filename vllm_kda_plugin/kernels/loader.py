@@ -331,10 +331,10 @@ def _compile(source: Path, arch: str) -> bytes:
     """
     from cupy_backends.cuda.libs import nvrtc
 
-    headers = {path.name: path.read_text(encoding="utf-8") for path in sorted(source.parent.glob("*.cuh"))}
+    headers = {path.name.encode(): path.read_bytes() for path in sorted(source.parent.glob("*.cuh"))}
     text = source.read_text(encoding="utf-8")
-    parts = arch, str(nvrtc.getVersion()), text, *headers, *headers.values()
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    parts = arch.encode(), str(nvrtc.getVersion()).encode(), text.encode(), *headers, *headers.values()
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
     kept = folder / f"{source.stem}_{digest}.cubin"
     with contextlib.suppress(OSError):
