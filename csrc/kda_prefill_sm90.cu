@@ -79,8 +79,8 @@ struct Args {
   char* final_state;             // dense; null: not wanted
   char* checkpoint_state;        // dense; null: not wanted
   const void* checkpoint_offsets;
-  float* ends;                   // [slots, heads, 128, 128] state at the end of each segment; null: no segments
-  float* maps;                   // [slots, heads, 128, 128] M of each segment
+  float* ends;                   // [slots, heads, 128, 128] state at the end of each segment but the last of a sequence
+  float* maps;                   // [slots, heads, 128, 128] M of each of them
   long long num_heads;
   long long num_sequences;
   long long bounds_are_64_bit;   // cu_seqlens and checkpoint_offsets
@@ -93,7 +93,7 @@ struct Args {
   long long out_stride;          // from token to token, in bytes
   long long lower_bound;         // the bits of a float
   long long segment_tokens;      // a multiple of 16
-  long long slots;               // of segments
+  long long slots;               // at least what the tokens of all sequences are of segments, rounded down
 };
 
 struct alignas(16) Stage {
@@ -122,6 +122,7 @@ struct Work {
   int sequence;   // -1: nothing to do
   int first_chunk; // of the sequence
   int is_last;    // of the sequence
+  long long slot; // of ends and maps; of a last segment it is another's
 };
 
 template <bool kBounded>
@@ -143,17 +144,21 @@ __device__ __forceinline__ float bf16_at(const unsigned short* from) {
   return ptx::low_bf16(*from);
 }
 
-// First slot of a sequence's segments: enough before the next one's, whatever the lengths.
-__device__ __forceinline__ long long first_slot(const Args& args, long long sequence) {
-  return read_index(args.cu_seqlens, args.bounds_are_64_bit, sequence) / args.segment_tokens + sequence;
+// The first of the numbers of a sequence: one for every `tokens` of it, rounded down, and with `plus_one` one more. Some
+// numbers stay unused, whatever the lengths, and nothing has to be counted.
+__device__ __forceinline__ long long first_number(const Args& args, long long sequence, long long tokens,
+                                                  bool plus_one) {
+  return read_index(args.cu_seqlens, args.bounds_are_64_bit, sequence) / tokens + (plus_one ? sequence : 0);
 }
 
-// The last sequence whose first slot is not after this one. By a whole warp, 32 sequences at a time.
-__device__ __forceinline__ int find_sequence(const Args& args, long long slot, int lane) {
+// The last sequence whose first number is not after this one. By a whole warp, 32 sequences at a time.
+__device__ __forceinline__ int find_sequence(const Args& args, long long number, long long tokens, bool plus_one,
+                                             int lane) {
   long long low = 0, count = args.num_sequences;
   while (count > 1) {
     const long long step = (count + 31) / 32;
-    const bool before = lane * step < count && first_slot(args, low + lane * step) <= slot;
+    const bool before =
+        lane * step < count && first_number(args, low + lane * step, tokens, plus_one) <= number;
     const int last = __popc(ptx::warp_ballot(before)) - 1;
     low += last * step;
     count = count - last * step < step ? count - last * step : step;
@@ -161,20 +166,22 @@ __device__ __forceinline__ int find_sequence(const Args& args, long long slot, i
   return static_cast<int>(low);
 }
 
-__device__ __forceinline__ Work find_work(const Args& args, long long slot, int lane) {
+// Of a block: a sequence; of those that are in segments, one of any (`plus_one`), or of all but the last ones.
+__device__ __forceinline__ Work find_work(const Args& args, long long number, bool plus_one, int lane) {
   Work work;
-  const bool in_segments = args.segment_tokens != 0;
-  const int sequence = in_segments ? find_sequence(args, slot, lane) : static_cast<int>(slot);
+  const long long tokens = args.segment_tokens;
+  const int sequence = tokens ? find_sequence(args, number, tokens, plus_one, lane) : static_cast<int>(number);
   const long long begin = read_index(args.cu_seqlens, args.bounds_are_64_bit, sequence);
   const long long length = read_index(args.cu_seqlens, args.bounds_are_64_bit, sequence + 1) - begin;
-  const long long segment = in_segments ? slot - first_slot(args, sequence) : 0;
-  const long long at = segment * args.segment_tokens;
+  const long long segment = tokens ? number - first_number(args, sequence, tokens, plus_one) : 0;
+  const long long at = segment * tokens;
   const long long left = length - at;
   work.sequence = segment == 0 || left > 0 ? sequence : -1;
   work.first_token = begin + at;
   work.first_chunk = static_cast<int>(at / kChunk);
-  work.is_last = !in_segments || left <= args.segment_tokens;
-  work.tokens = static_cast<int>(work.is_last ? left : args.segment_tokens);
+  work.is_last = !tokens || left <= tokens;
+  work.tokens = static_cast<int>(work.is_last ? left : tokens);
+  work.slot = tokens ? first_number(args, sequence, tokens, false) + segment : 0;
   return work;
 }
 
@@ -827,10 +834,12 @@ __device__ void run(const Args& args) {
   const int split = blockIdx.x % kSplits;
   const u32 num_heads = static_cast<u32>(args.num_heads);
   const int head = static_cast<int>(blockIdx.x / kSplits % num_heads);
-  const int slot = static_cast<int>(blockIdx.x / kSplits / num_heads);
+  // The last first: an engine's long prompts come after sequences of one token.
+  const long long blocks = (kOutput ? args.num_sequences : 0) + args.slots;
+  const long long number = blocks - 1 - blockIdx.x / kSplits / num_heads;
   ptx::wait_for_previous_kernel();
   if (warp == 0) {
-    const Work work = find_work(args, slot, lane);
+    const Work work = find_work(args, number, kOutput, lane);
     if (lane == 0) {
       shared.work = work;
       for (int i = 0; i < kStages; ++i) {
@@ -852,7 +861,7 @@ __device__ void run(const Args& args) {
   if (warp < kScanWarps) {
     ptx::take_registers<kScanRegisters<kTiles>>();
     Ends ends = ends_of_sequence(args, head, work);
-    const long long place = (slot * args.num_heads + head) * kDim * kDim;
+    const long long place = (work.slot * args.num_heads + head) * kDim * kDim;
     if (kOutput && !(is_first && work.is_last)) {
       const float* kept = is_first ? args.maps + place : args.ends + place - args.num_heads * kDim * kDim;
       ends.from = reinterpret_cast<const char*>(kept);
@@ -918,15 +927,22 @@ __device__ __forceinline__ void combine(const Args& args) {
   const int first_row = kCombineRows * (blockIdx.x % kParts);
   const u32 num_heads = static_cast<u32>(args.num_heads);
   const int head = static_cast<int>(blockIdx.x / kParts % num_heads);
-  const long long sequence = blockIdx.x / kParts / num_heads;
+  const long long number = blockIdx.x / kParts / num_heads;
   const int lane = threadIdx.x % 32, first_column = 16 * (threadIdx.x / 32);
   ptx::wait_for_previous_kernel();
+  // Sequences of more than two segments, of which there are at most half as many as slots.
+  long long sequence = number;
+  if (args.num_sequences > args.slots / 2) {
+    sequence = find_sequence(args, number, 2 * args.segment_tokens, false, lane);
+    if (first_number(args, sequence, 2 * args.segment_tokens, false) != number) return;
+  }
   const long long length = read_index(args.cu_seqlens, args.bounds_are_64_bit, sequence + 1) -
                            read_index(args.cu_seqlens, args.bounds_are_64_bit, sequence);
   const long long segments = (length + args.segment_tokens - 1) / args.segment_tokens;
   if (segments < 3) return;
   const long long step = args.num_heads * kDim * kDim;  // from one segment to the next
-  const long long place = (first_slot(args, sequence) * args.num_heads + head) * kDim * kDim;
+  const long long slot = first_number(args, sequence, args.segment_tokens, false);
+  const long long place = (slot * args.num_heads + head) * kDim * kDim;
   float* end = args.ends + place + first_row * kDim;
   const float* from = args.maps + place;
   Map map;

@@ -42,9 +42,9 @@ def make(lens: Sequence[int], heads: int, **options: Any) -> Args:
 
 def run(args: Args, cut: Schedule) -> None:
     """The kernels alone, with a cut of our own."""
-    num_tokens, num_sequences = args["q"].shape[1], len(args["cu_seqlens"]) - 1
+    num_tokens = args["q"].shape[1]
     if cut.segment_tokens:
-        cut = cut._replace(slots=num_tokens // cut.segment_tokens + num_sequences)
+        cut = cut._replace(slots=num_tokens // cut.segment_tokens)
     given = {name: args[name] for name in args if name not in ("provider", "lower_bound", "workspace")}
     need = cut.workspace_bytes(args["q"].shape[2])
     workspace = torch.full((need + 4096,), 7, dtype=torch.uint8, device=args["q"].device)

@@ -36,9 +36,10 @@ def library() -> ctypes.CDLL:
 
 
 class EmulatedProvider:
-    """The provider ``native`` on the CPU: as if a GPU with so many multiprocessors ran it, or with a cut of our own."""
+    """The provider ``native`` on the CPU: as if an H200 ran it, or with a cut of our own."""
 
     name = "native"
+    strided_heads = True
     dense_inputs = False
     pools = True
     alignment = 16
@@ -53,14 +54,13 @@ class EmulatedProvider:
 
     def scratch_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
         """As the real one."""
-        return kda_native.workspace_bytes(num_tokens, num_sequences, num_heads)
+        return kda_native.workspace_bytes(num_tokens, num_heads)
 
     def run(self, call: Call) -> None:
         """Every kernel of the call, a block after another."""
         num_sequences, (num_tokens, num_heads) = len(call.cu_seqlens) - 1, call.q.shape[1:3]
-        cut = self.cut or kda_native.schedule(num_tokens, num_sequences, num_heads, 132)
-        # Long enough for segments of any length that a test asks for.
-        cut = cut._replace(slots=num_tokens // cut.segment_tokens + num_sequences) if cut.segment_tokens else cut
+        cut = self.cut or kda_native.schedule(num_tokens, num_sequences, num_heads, 132, max_seqlen=call.max_seqlen)
+        cut = cut._replace(slots=num_tokens // cut.segment_tokens) if cut.segment_tokens else cut
         workspace = torch.full((cut.workspace_bytes(num_heads) + 16,), 0xFF, dtype=torch.uint8)  # NaN
         tensors = Tensors(
             *(call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens),

@@ -34,8 +34,25 @@ def test_lengths_and_cuts(lower_bound: float | None, cut: Schedule) -> None:
 
 
 def test_many_sequences_in_segments() -> None:
-    """More than a warp looks at in one step."""
-    check(make(tuple(i * 7 % 23 for i in range(70)), 1, Schedule(1, 16), lower_bound=BOUND), RANDOM)
+    """More than a warp looks at in one step, some of more than two segments."""
+    check(make(tuple(i * 7 % 37 for i in range(70)), 1, Schedule(1, 16), lower_bound=BOUND), RANDOM)
+
+
+@pytest.mark.parametrize("where", [0, 5, 40])
+def test_one_long_sequence_among_many_of_one_token(where: int) -> None:
+    """As in an engine's step."""
+    lens = [1] * 40
+    lens.insert(where, 333)
+    check(make(tuple(lens), 1, Schedule(1, 48), lower_bound=BOUND), RANDOM)
+
+
+def test_nothing_is_combined_where_no_sequence_has_more_than_two_segments() -> None:
+    cut = Schedule(1, 48, most_segments=2)
+    assert [step.entry for step in steps(cut._replace(slots=4), 3, 1, bounded=True)] == [
+        "kda_segments_bounded",
+        "kda_prefill_bounded_128",
+    ]
+    check(make((96, 49, 48), 1, cut, lower_bound=BOUND), RANDOM)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
@@ -162,16 +179,32 @@ def test_the_order_of_warps_does_not_matter(lower_bound: float | None) -> None:
 @pytest.mark.parametrize("heads", [1, 4, 12, 32, 96, 128])
 def test_schedules_fit_their_workspace(heads: int, tokens: int) -> None:
     for sequences in (1, 2, 8, 32, 256):
-        cut = schedule(tokens, sequences, heads, 132)
-        assert cut.workspace_bytes(heads) <= workspace_bytes(tokens, sequences, heads)
-        assert workspace_bytes(tokens, sequences, heads) <= workspace_bytes(tokens + 1, sequences + 1, heads)
-        assert cut.segment_tokens % kda_native.CHUNK == 0
-        assert len(steps(cut, sequences, heads, bounded=True)) == (3 if cut.segment_tokens else 1)
-        if cut.segment_tokens:
-            assert cut.slots >= tokens // cut.segment_tokens + sequences
+        for longest in (None, 1, tokens // 3, tokens - 1, tokens, 2 * tokens):
+            cut = schedule(tokens, sequences, heads, 132, max_seqlen=longest)
+            assert cut.workspace_bytes(heads) <= workspace_bytes(tokens, heads) <= workspace_bytes(tokens + 1, heads)
+            assert cut.segment_tokens % kda_native.CHUNK == 0
+            launched = steps(cut, sequences, heads, bounded=True)
+            assert len(launched) <= (3 if cut.slots else 1)
+            assert all(step.blocks < 1 << 31 for step in launched)
+            if cut.segment_tokens:
+                assert cut.slots == tokens // cut.segment_tokens
 
 
 def test_few_heads_are_cut_and_many_are_not() -> None:
     assert schedule(8192, 1, 4, 132).segment_tokens > 0
     assert schedule(8192, 8, 96, 132) == Schedule(1)
     assert schedule(8192, 1, 4, 132, batch_invariant=True) == Schedule(1)
+
+
+def test_a_long_sequence_is_cut_though_many_short_ones_fill_the_gpu() -> None:
+    for heads in (4, 12, 32):
+        alone, among = schedule(8192, 1, heads, 132), schedule(8192 + 64, 65, heads, 132, max_seqlen=8192)
+        assert among.segment_tokens > 0
+        assert abs(among.segment_tokens - alone.segment_tokens) <= alone.segment_tokens
+        assert not schedule(8192 + 64, 65, heads, 132).segment_tokens, "nobody knows"
+
+
+def test_predictions_do_not_fall_with_more_tokens() -> None:
+    for heads, sequences in itertools.product((1, 12, 96), (1, 8, 256)):
+        times = [kda_native.predicted_us(tokens, sequences, heads, 132) for tokens in range(sequences, 40_000, 997)]
+        assert times == sorted(times)

@@ -225,6 +225,7 @@ class KdaLayer:
             checkpoint_offsets=step.checkpoint_offsets,
             state_indices=step.state_indices,
             has_initial_state=step.has_initial_state,
+            max_seqlen=step.max_seqlen,
         )
         if checkpoint is not None:
             self._checkpoint_exporter.export(  # type: ignore[attr-defined]
@@ -303,6 +304,8 @@ class _Step(NamedTuple):
     """``[N]`` bool"""
     checkpoint_offsets: torch.Tensor | None
     """``[N]``"""
+    max_seqlen: int | None
+    """No sequence has more tokens."""
 
 
 def _step(m: Any) -> _Step:
@@ -328,9 +331,19 @@ def _step(m: Any) -> _Step:
             state_indices,
             has_initial_state[:num_sequences],
             None if checkpoint is None else checkpoint.checkpoint_offsets[:num_sequences],
+            _max_seqlen(m),
         )
         setattr(m, _STEP, step)
     return step
+
+
+def _max_seqlen(m: Any) -> int | None:
+    """Of all sequences but speculative ones, rounded up; None where the batch's metadata does not say.
+
+    vLLM keeps on the host, for its convolution, how many blocks of so many tokens each of them has.
+    """
+    blocks: dict[int, dict[str, Any]] = getattr(m, "nums_dict", None) or {}
+    return min((size * int(of["nums"].max()) for size, of in blocks.items()), default=None)
 
 
 class _KimiLayer(KdaLayer):

@@ -68,11 +68,12 @@ def kda_prefill(
     checkpoint_offsets: torch.Tensor | None = None,
     state_indices: torch.Tensor | None = None,
     has_initial_state: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run Kimi Delta Attention over N sequences of T tokens in all; see ``kda/reference.py`` for the mathematics.
 
-    In q, k, v, g and beta the distance from one token to the next is free, all else must be contiguous; every other
-    tensor must be contiguous.
+    In q, k, v, g and beta the distance from one token to the next is free, and for the kernel ``native`` the one from
+    head to head; all else must be contiguous. Every other tensor must be contiguous.
 
     Args:
         q: ``[1, T, H, D]``, normalised here, as k.
@@ -94,8 +95,10 @@ def kda_prefill(
         checkpoint_state: like ``final_state``, written: the state after ``checkpoint_offsets`` tokens of each
             sequence. Unspecified where the offset is 0.
         checkpoint_offsets: ``[N]``, dtype of ``cu_seqlens``.
-        state_indices: ``[N]`` int32 or int64, row in the pool of each sequence, no row twice.
+        state_indices: ``[N]`` int32 or int64, row in the pool of each sequence, no row twice. On a GPU a negative
+            one is none: its sequence starts from zeros, and leaves its state in ``final_state`` only.
         has_initial_state: ``[N]`` bool, with ``state_indices``: False for a sequence that starts from zeros.
+        max_seqlen: no sequence has more tokens than this, for a better plan; None if the host does not know.
 
     Returns:
         ``out`` and ``final_state``.
@@ -124,7 +127,7 @@ def kda_prefill(
         plan = _check_all(_Arguments(*required, *optional), lower_bound, provider)
         _LAST.call = _NO_CALL if addresses % plan.alignment else _LastCall(given, same_forms(tensors), plan)
     if q.is_cpu or (_CHECK and not torch.cuda.is_current_stream_capturing()):
-        _check_values(_Arguments(*required, *optional), provider.checkpoint_step)
+        _check_values(_Arguments(*required, *optional), provider, max_seqlen)
 
     pool = initial_state
     if plan.initial_state is not None:
@@ -160,7 +163,8 @@ def kda_prefill(
                 workspace[: plan.scratch_bytes],
                 checkpoint_state,
                 checkpoint_offsets,
-                *((state_indices, has_initial_state) if plan.initial_state is None else ()),
+                *((state_indices, has_initial_state) if plan.initial_state is None else (None, None)),
+                max_seqlen,
             )
         )
     if plan.initial_state is not None:
@@ -258,11 +262,11 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
     tokens, per_head = (1, num_tokens, num_heads, head_dim), (1, num_tokens, num_heads)
     dense_states = (num_sequences, num_heads, head_dim, head_dim)
     floats, indices = (q.dtype,), (cu_seqlens.dtype,)
-    align = provider.alignment
+    align, strides = provider.alignment, ("tokens", "heads") if provider.strided_heads else ("tokens",)
     for name in "qkvg":
         align_input = 1 if provider.dense_inputs else align
-        _check(name, getattr(a, name), q, floats, tokens, strided=True, align=align_input)
-    _check("beta", a.beta, q, floats, per_head, strided=True)
+        _check(name, getattr(a, name), q, floats, tokens, strides=strides, align=align_input)
+    _check("beta", a.beta, q, floats, per_head, strides=strides)
     _check("A_log", a.A_log, q, (torch.float32,), (num_heads,), (1, 1, num_heads, 1))
     _check("dt_bias", a.dt_bias, q, (torch.float32,), (num_heads * head_dim,), (num_heads, head_dim))
     _check("cu_seqlens", cu_seqlens, q, _INDEX_DTYPES, (num_sequences + 1,))
@@ -335,7 +339,7 @@ def _check(
     like: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
     *shapes: tuple[int, ...],
-    strided: bool = False,
+    strides: tuple[str, ...] = (),
     align: int = 1,
 ) -> None:
     """Device, dtype, shape, layout and alignment of one argument."""
@@ -345,13 +349,15 @@ def _check(
         raise refused(name, f"is {tensor.dtype}", " or ".join(map(str, dtypes)))
     if tuple(tensor.shape) not in shapes:
         raise _unfit(name, tensor, " or ".join(str(list(shape)) for shape in shapes))
-    if not (tensor.is_contiguous() or (strided and _tokens_apart(tensor))):
-        raise _unfit(name, tensor, "contiguous" + (" but for the distance between tokens" if strided else ""))
+    if not (tensor.is_contiguous() or (strides and _lies_apart(tensor, "heads" in strides))):
+        but = f" but for the distance between {' and between '.join(strides)}" if strides else ""
+        raise _unfit(name, tensor, f"contiguous{but}")
     if tensor.data_ptr() % align:
         raise refused(name, f"starts at address {tensor.data_ptr():#x}", f"at a multiple of {align} bytes")
-    if strided and tensor.shape[1] > 1 and (tensor.stride(1) * tensor.itemsize) % align:
-        found = f"has tokens {tensor.stride(1) * tensor.itemsize} bytes apart"
-        raise refused(name, found, f"a multiple of {align} bytes apart")
+    for dim, what in enumerate(strides, 1):
+        apart = tensor.stride(dim) * tensor.itemsize
+        if tensor.shape[dim] > 1 and apart % align:
+            raise refused(name, f"has {what} {apart} bytes apart", f"a multiple of {align} bytes apart")
 
 
 def _check_pool(
@@ -371,7 +377,7 @@ def _check_pool(
         raise refused("initial_state", found, f"both multiples of {align} bytes")
 
 
-def _check_values(a: _Arguments, checkpoint_step: int) -> None:
+def _check_values(a: _Arguments, provider: Provider, max_seqlen: int | None) -> None:
     """Refuse wrong values of index tensors, and memory that is written and used for something else too.
 
     On a GPU this synchronises.
@@ -380,6 +386,9 @@ def _check_values(a: _Arguments, checkpoint_step: int) -> None:
     lens = [end - start for start, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or min(lens, default=0) < 0 or bounds[-1] > num_tokens:
         raise refused("cu_seqlens", f"is {bounds}", f"ascending from 0 to at most the {num_tokens} tokens of q")
+    if max_seqlen is not None and max(lens, default=0) > max_seqlen:
+        raise refused("max_seqlen", f"is {max_seqlen}", f"at least {max(lens)}, as the longest sequence")
+    checkpoint_step = provider.checkpoint_step
     offsets = [] if a.checkpoint_offsets is None else a.checkpoint_offsets.tolist()
     if any(not 0 <= at <= length or at % checkpoint_step for at, length in zip(offsets, lens, strict=False)):
         raise refused(
@@ -387,7 +396,8 @@ def _check_values(a: _Arguments, checkpoint_step: int) -> None:
         )
     if a.state_indices is not None and a.initial_state is not None:
         rows, num_rows = a.state_indices.tolist(), len(a.initial_state)
-        if len(set(rows)) < len(rows) or not all(0 <= row < num_rows for row in rows):
+        there = [row for row in rows if row >= 0 or not a.q.is_cuda]
+        if len(set(there)) < len(there) or not all(0 <= row < num_rows for row in there):
             raise refused("state_indices", f"is {rows}", f"different rows from 0 to {num_rows - 1}")
     ends = {name: _ends(x) for name, x in a._asdict().items() if x is not None and x.numel()}
     for name in ("out", "final_state", "workspace", "checkpoint_state"):
@@ -402,8 +412,15 @@ def _ends(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + reach * x.itemsize
 
 
-def _tokens_apart(tensor: torch.Tensor) -> bool:
-    """Whether all but the distance between tokens, which must not be less than a token, is contiguous."""
+def _lies_apart(tensor: torch.Tensor, heads: bool) -> bool:
+    """Whether all but the distance between tokens, which must not be less than a token, is contiguous.
+
+    Args:
+        tensor: ``[1, T, H, ...]``
+        heads: whether the distance between heads is free, and with it the other.
+    """
+    if heads:
+        return tensor[:, :1, :1].is_contiguous()
     token = tensor[:, :1]
     return token.is_contiguous() and (tensor.shape[1] < 2 or tensor.stride(1) >= token.numel())
 

@@ -69,6 +69,7 @@ class Call(NamedTuple):
     checkpoint_offsets: torch.Tensor | None
     state_indices: torch.Tensor | None = None
     has_initial_state: torch.Tensor | None = None
+    max_seqlen: int | None = None
 
 
 class Provider(Protocol):
@@ -77,6 +78,8 @@ class Provider(Protocol):
     name: str
     dense_inputs: bool
     """Whether q, k, v and g must be contiguous; else the distance from token to token is free."""
+    strided_heads: bool
+    """Whether the distance from head to head is free too, in q, k, v, g and beta."""
     pools: bool
     """Whether it reads and writes the rows of a pool of states itself; else it is given dense ones."""
     alignment: int
@@ -108,6 +111,7 @@ class TorchProvider:
     """The chunk form in torch: the path of the CPU, exact for every gate, head size and dtype."""
 
     name = "torch"
+    strided_heads = False
     pools = False
     dense_inputs = False
     alignment = 1
@@ -147,6 +151,7 @@ class TritonProvider:
     """vLLM's chunk kernels in Triton: both gates, any NVIDIA GPU that vLLM supports, some 15 launches a call."""
 
     name = "triton"
+    strided_heads = False
     pools = False
     dense_inputs = True  # vLLM makes them so itself, by an allocation each
     alignment = 16
@@ -198,6 +203,7 @@ class FlashKdaProvider:
     """
 
     name = "flashkda"
+    strided_heads = False
     pools = False
     dense_inputs = True
     alignment = 16
@@ -262,6 +268,7 @@ class NativeProvider:
     """Our own kernel for Hopper: both gates, heads of 128, bfloat16, states carried in float32."""
 
     name = "native"
+    strided_heads = True
     dense_inputs = False
     pools = True
     alignment = 16
@@ -285,10 +292,10 @@ class NativeProvider:
 
     def scratch_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
         """Of the segments of long sequences; bounded, whatever the call."""
-        return kda_native.workspace_bytes(num_tokens, num_sequences, num_heads)
+        return kda_native.workspace_bytes(num_tokens, num_heads)
 
     def run(self, call: Call) -> None:
-        """One launch, or three where sequences are cut into segments."""
+        """One launch, or two or three where sequences are cut into segments."""
         tensors = kda_native.Tensors(
             q=call.q,
             k=call.k,
@@ -306,7 +313,13 @@ class NativeProvider:
             checkpoint_state=call.checkpoint_state,
             checkpoint_offsets=call.checkpoint_offsets,
         )
-        kda_native.prefill(tensors, call.lower_bound, call.scratch, batch_invariant=_batch_invariant())
+        kda_native.prefill(
+            tensors,
+            call.lower_bound,
+            call.scratch,
+            max_seqlen=call.max_seqlen,
+            batch_invariant=_batch_invariant(),
+        )
 
 
 @functools.cache
