@@ -290,3 +290,53 @@ def test_speculative_tokens_beside_a_prefill(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(tensors[name], whole[name][spec])
     for name in ("g1", "beta"):
         assert torch.equal(tensors[name], whole[name][:, spec])
+
+
+class Taking(Stock):
+    """In the place of vLLM's class, which asks for no checkpoints of its own."""
+
+    conv_size = WIDTH
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        return MambaSpec(shapes=((1,),), dtypes=(torch.float32,), block_size=16)
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_stock", "step"), [("native", False, 16), ("triton", False, None), ("", True, None)]
+)
+def test_checkpoints_are_asked_for_where_our_kernel_takes_them(kernel: str, is_stock: bool, step: int | None) -> None:
+    """Of Kimi-Linear too, whose class in vLLM takes none."""
+    from vllm_kda_plugin.kda import layers
+
+    ours: Any = layers.REPLACEMENTS["KimiGatedDeltaNetAttention"]
+
+    class Layer(ours, Taking):
+        def __init__(self) -> None:
+            Taking.__init__(self)
+            self.on_cpu, self.is_stock = False, is_stock
+            if not is_stock:
+                self.provider = PROVIDERS[kernel]
+            self.decide_checkpoints()
+
+    layer = Layer()
+    spec = layer.get_kv_cache_spec(None)
+    assert (spec.num_prefill_checkpoint_blocks, spec.prefill_checkpoint_alignment) == (int(step is not None), step)
+    assert layer.get_prefill_checkpoint_alignment() == step
+    exporter = getattr(layer, "_checkpoint_exporter", None)
+    assert (exporter is not None) == (step is not None)
+    assert exporter is None or exporter.state_len == WIDTH - 1
+    assert not hasattr(layer, "kda_prefill_backend")
+
+
+def test_a_step_knows_its_longest_sequence() -> None:
+    from vllm_kda_plugin.kda.layers import _max_seqlen
+
+    blocks = {8: {"nums": torch.tensor([1, 1025, 0])}}
+    assert _max_seqlen(SimpleNamespace(nums_dict=blocks)) == 8200
+    assert _max_seqlen(SimpleNamespace(nums_dict=None)) is None
+    assert _max_seqlen(SimpleNamespace()) is None

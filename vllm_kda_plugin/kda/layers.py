@@ -7,6 +7,7 @@ a batch are run by the stock layer, as a batch of their own.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -49,7 +50,7 @@ class KdaLayer:
     is_stock = False
     """Every batch is the stock layer's."""
     has_checkpoints = False
-    """Whether vLLM's class can take prefix-cache checkpoints inside a prefill."""
+    """Whether the batches of vLLM's class may ask for prefix-cache checkpoints inside a prefill."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,20 +113,34 @@ class KdaLayer:
     @property
     def takes_checkpoints(self) -> bool:
         """Whether a prefill may be asked for states inside it."""
-        return self.has_checkpoints and not self.on_cpu and bool(self.provider.checkpoint_step)
+        return not self.is_stock and not self.on_cpu and self.has_checkpoints and bool(self.provider.checkpoint_step)
 
-    def decide_checkpoints(self, **exporter: Any) -> None:
+    def decide_checkpoints(self) -> None:
         """Ask vLLM for prefix-cache checkpoints inside a prefill if our kernel takes them, whatever stock would do."""
         layer: Any = self
         if self.is_stock:
             return
-        if not self.takes_checkpoints:
-            layer.kda_prefill_backend = "triton"
-            return
-        from vllm.model_executor.layers.mamba.kda_checkpoint import FlashKDAPrefillCheckpointExporter
+        if hasattr(self, "kda_prefill_backend"):  # of classes that decide themselves
+            layer.kda_prefill_backend = "flashkda" if self.takes_checkpoints else "triton"
+        if self.takes_checkpoints:
+            from vllm.model_executor.layers.mamba.kda_checkpoint import FlashKDAPrefillCheckpointExporter
 
-        layer.kda_prefill_backend = "flashkda"
-        layer._checkpoint_exporter = FlashKDAPrefillCheckpointExporter(**exporter)
+            # What a prefill leaves of the convolution's window, which speculation makes longer.
+            layer._checkpoint_exporter = FlashKDAPrefillCheckpointExporter(state_len=layer.conv_size - 1)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        """As vLLM's class, but with a block for a checkpoint where our kernel takes one."""
+        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
+        if self.takes_checkpoints:
+            step = self.provider.checkpoint_step
+            spec = dataclasses.replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=step)
+        return spec
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        """Tokens, of which a checkpoint's offset is a multiple; None if there are none, or the class does not say."""
+        if self.takes_checkpoints:
+            return self.provider.checkpoint_step
+        return super().get_prefill_checkpoint_alignment()  # type: ignore[misc]
 
     def stays_stock(self) -> bool:
         """Whether this step is the stock layer's: one without prefill, but on the CPU none."""
@@ -352,6 +367,11 @@ class _KimiLayer(KdaLayer):
     gate_lower_bound: float | None
     conv1d: Any
     o_norm: Any
+    has_checkpoints = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.decide_checkpoints()
 
     def gate_bound(self) -> float | None:
         """See :class:`KdaLayer`."""
@@ -386,13 +406,7 @@ class _KimiLayer(KdaLayer):
 
 
 class _KimiK3Layer(_KimiLayer):
-    """``KimiK3DeltaAttention``: the same seam, checkpoints for the prefix cache."""
-
-    has_checkpoints = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.decide_checkpoints()
+    """``KimiK3DeltaAttention``: the same seam."""
 
     def get_attn_backend(self) -> Any:
         """vLLM's metadata for this layer is made by Triton kernels; on the CPU that of its other KDA layers serves."""
@@ -409,7 +423,7 @@ class _Glm5NextLayer(KdaLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.decide_checkpoints(state_len=self.conv_size - 1)  # type: ignore[attr-defined]
+        self.decide_checkpoints()
 
     def gate_bound(self) -> float | None:
         """See :class:`KdaLayer`."""
