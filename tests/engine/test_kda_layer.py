@@ -30,7 +30,7 @@ def _fresh_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def workspace(max_tokens: int = 64, max_sequences: int = 8) -> KdaWorkspace:
-    return KdaWorkspace(max_tokens, max_sequences, HEADS, DIM, torch.float32, torch.float32, TORCH)
+    return KdaWorkspace(max_tokens, max_sequences, HEADS, DIM, torch.float32, torch.float32, (TORCH,))
 
 
 def test_buffers_are_contiguous_aligned_and_apart() -> None:
@@ -123,7 +123,7 @@ def make_layer(monkeypatch: pytest.MonkeyPatch, metadata: dict[str, Any] | None,
     class Layer(ours, Stock):
         def __init__(self) -> None:
             Stock.__init__(self)
-            self.on_cpu, self.bound, self.provider, self.workspace = on_cpu, -5.0, TORCH, workspace()
+            self.on_cpu, self.bound, self.candidates, self.workspace = on_cpu, -5.0, (TORCH,), workspace()
 
         def _convolve(self, m: Any, qkv: Any, *rest: Any) -> Any:
             self.on_cpu = True  # the convolution of the CPU
@@ -320,7 +320,7 @@ def test_checkpoints_are_asked_for_where_our_kernel_takes_them(kernel: str, is_s
             Taking.__init__(self)
             self.on_cpu, self.is_stock = False, is_stock
             if not is_stock:
-                self.provider = PROVIDERS[kernel]
+                self.candidates = (PROVIDERS[kernel],)
             self.decide_checkpoints()
 
     layer = Layer()

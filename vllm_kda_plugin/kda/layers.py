@@ -22,8 +22,9 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 
 from vllm_kda_plugin.config import SECTION, PluginConfig
+from vllm_kda_plugin.kda.fastest import Shape, candidates, fastest
 from vllm_kda_plugin.kda.prefill import kda_prefill
-from vllm_kda_plugin.kda.providers import PROVIDERS, Case, select
+from vllm_kda_plugin.kda.providers import PROVIDERS, Case, Provider, batch_invariant, select
 from vllm_kda_plugin.kda.short_conv import short_conv
 from vllm_kda_plugin.kda.workspace import KdaWorkspace
 from vllm_kda_plugin.kernels import kda_native, states
@@ -61,12 +62,16 @@ class KdaLayer:
         self.bound = self.gate_bound()
         choice: str = PluginConfig.from_vllm(vllm_config).prefill
         layer_kind = type(self).__bases__[-1].__name__
-        # Not compared with vLLM's own layers on a GPU yet: there only who names a kernel gets it.
-        self.is_stock = choice == "auto" and not self.on_cpu
+        self.case = self._case(vllm_config)
+        # Without times measured on this GPU only who names a kernel gets it there.
+        self.gpu = "" if self.on_cpu else current_platform.get_device_name()
+        self.multiprocessors = 0 if self.on_cpu else current_platform.num_compute_units()
+        self.candidates = candidates(self.case, self.gpu) if choice == "auto" and not self.on_cpu else ()
+        self.is_stock = choice == "auto" and not self.on_cpu and not self.candidates
         if self.is_stock:
             logger.info_once("KDA prefill of %s is vLLM's own; kda_plugin.prefill may name another.", layer_kind)
             return
-        self.provider = select(choice, self._case(vllm_config))
+        self.candidates = self.candidates or (select(choice, self.case),)
         self.workspace = self._workspace(vllm_config)
         self.workspace.reserve(checkpoint=self.takes_checkpoints)
         if choice != "auto":
@@ -75,9 +80,9 @@ class KdaLayer:
         if current_platform.is_cuda():
             device = torch.device(current_platform.device_type)
             states.load(device)
-            if self.provider is PROVIDERS["native"]:
+            if PROVIDERS["native"] in self.candidates:
                 kda_native.load(device)
-        logger.info_once("KDA prefill of %s runs on %s.", layer_kind, self.provider.name)
+        logger.info_once("KDA prefill of %s runs on %s.", layer_kind, self.kernels)
 
     def gate_bound(self) -> float | None:
         """Lower bound of the gate, None for softplus."""
@@ -107,13 +112,35 @@ class KdaLayer:
             head_dim=self.head_dim,
             dtype=vllm_config.model_config.dtype,
             state_dtype=self.get_state_dtype()[1],  # type: ignore[attr-defined]
-            provider=self.provider,
+            providers=self.candidates,
         )
+
+    @property
+    def kernels(self) -> str:
+        """Names of what a prefill may run on."""
+        return " or ".join(provider.name for provider in self.candidates)
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Tokens, of which the offset of a checkpoint inside a prefill is a multiple; 0: none may be asked for."""
+        if self.is_stock or self.on_cpu or not self.has_checkpoints:
+            return 0
+        return max(provider.checkpoint_step for provider in self.candidates)
 
     @property
     def takes_checkpoints(self) -> bool:
         """Whether a prefill may be asked for states inside it."""
-        return not self.is_stock and not self.on_cpu and self.has_checkpoints and bool(self.provider.checkpoint_step)
+        return bool(self.checkpoint_step)
+
+    def choose(self, num_tokens: int, step: _Step) -> Provider:
+        """The kernel of a step."""
+        able = self.candidates
+        if step.checkpoint_offsets is not None:
+            able = tuple(provider for provider in able if provider.checkpoint_step == self.checkpoint_step)
+        if len(able) == 1 or num_tokens == 0 or batch_invariant():
+            return able[0]
+        shape = Shape(num_tokens, step.num_sequences, self.local_num_heads, step.max_seqlen)
+        return fastest(able, self.case, self.gpu, self.multiprocessors, shape)
 
     def decide_checkpoints(self) -> None:
         """Ask vLLM for prefix-cache checkpoints inside a prefill if our kernel takes them, whatever stock would do."""
@@ -132,14 +159,15 @@ class KdaLayer:
         """As vLLM's class, but with a block for a checkpoint where our kernel takes one."""
         spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
         if self.takes_checkpoints:
-            step = self.provider.checkpoint_step
-            spec = dataclasses.replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=step)
+            spec = dataclasses.replace(
+                spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=self.checkpoint_step
+            )
         return spec
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
         """Tokens, of which a checkpoint's offset is a multiple; None if there are none, or the class does not say."""
         if self.takes_checkpoints:
-            return self.provider.checkpoint_step
+            return self.checkpoint_step
         return super().get_prefill_checkpoint_alignment()  # type: ignore[misc]
 
     def stays_stock(self) -> bool:
@@ -235,7 +263,7 @@ class KdaLayer:
             result,
             buffers.final_state,
             buffers.scratch,
-            provider=self.provider,
+            provider=self.choose(qkv[0].shape[0], step),
             checkpoint_state=buffers.checkpoint_state,
             checkpoint_offsets=step.checkpoint_offsets,
             state_indices=step.state_indices,

@@ -318,12 +318,12 @@ class NativeProvider:
             call.lower_bound,
             call.scratch,
             max_seqlen=call.max_seqlen,
-            batch_invariant=_batch_invariant(),
+            batch_invariant=batch_invariant(),
         )
 
 
 @functools.cache
-def _batch_invariant() -> bool:
+def batch_invariant() -> bool:
     """vLLM's own switch: a sequence's result must not depend on the batch."""
     return os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
 
@@ -345,8 +345,8 @@ def _flashkda_scratch_bytes(num_tokens: int, num_sequences: int, num_heads: int)
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider for provider in (FlashKdaProvider(), TritonProvider(), TorchProvider(), NativeProvider())
 }
-"""Best first, but for those that are taken only when asked for."""
-_ONLY_BY_NAME = ("native",)  # until its speed is known
+"""Best first, but for those that are taken only when asked for, or by their times: see ``kda/fastest.py``."""
+_ONLY_BY_NAME = ("native",)
 
 
 def select(choice: str, case: Case) -> Provider:
