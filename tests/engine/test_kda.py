@@ -126,5 +126,7 @@ def test_an_impossible_prefill_is_refused_at_the_start(tmp_path: pathlib.Path) -
 
 def test_bailing_v3_layer(tmp_path: pathlib.Path) -> None:
     layer = "BailingMoeV3KimiDeltaAttention"
-    path = kda_model.write(tmp_path, "kkk", lower_bound=-5.0, kda_layer=layer)
-    check(path, prompts(6, 150), layer=layer, max_num_batched_tokens=48, max_num_seqs=8)
+    path = kda_model.write(tmp_path, "kak", lower_bound=-5.0, kda_layer=layer)
+    check(
+        path, prompts(6, 150), layer=layer, backend="CUSTOM", block_size=32, max_num_batched_tokens=48, max_num_seqs=8
+    )

@@ -45,6 +45,31 @@ def test_buffers_are_contiguous_aligned_and_apart() -> None:
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
+@pytest.mark.parametrize("heads", [1, 3, 12])
+@pytest.mark.parametrize("dim", [24, 128])
+def test_slices_start_256_bytes_apart_whatever_their_sizes(heads: int, dim: int) -> None:
+    layer = KdaWorkspace(613, 3, heads, dim, torch.bfloat16, torch.bfloat16, TORCH)
+    layer.reserve(checkpoint=True)
+    for num_tokens, num_sequences in itertools.product((1, 2, 17, 613), (1, 3)):
+        buffers = layer.take(num_tokens, num_sequences, out=True, checkpoint=True)
+        starts = [x.data_ptr() for x in buffers if x is not None]
+        assert len(starts) == 4
+        assert all((start - starts[0]) % 256 == 0 for start in starts)
+
+
+def test_columns_of_one_tensor_are_not_copied() -> None:
+    from vllm_kda_plugin.kda.layers import _side_by_side
+
+    wide = torch.randn(7, 20)
+    for parts in (wide[:, 2:14].chunk(3, 1), wide[3:4, 2:14].chunk(3, 1), wide[:0, :12].chunk(3, 1)):
+        assert torch.equal(_side_by_side(parts), torch.cat(parts, -1))
+        assert _side_by_side(parts).data_ptr() == parts[0].data_ptr()
+    apart = wide[:, :4], wide[:, 8:12], wide[:, 4:8]
+    assert torch.equal(_side_by_side(apart), torch.cat(apart, -1))
+    others = tuple(part.clone() for part in wide[:, :12].chunk(3, 1))
+    assert torch.equal(_side_by_side(others), torch.cat(others, -1))
+
+
 def test_any_allowed_step_fits_once_locked() -> None:
     from vllm.v1.worker.workspace import current_workspace_manager, lock_workspace
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,39 @@ from vllm_kda_plugin.kernels import loader
 def _needs_gpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True)
+def _no_test_after_a_lost_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After an error that a process keeps for good, such as a wrong address, other tests would only seem to fail.
+
+    A worker of pytest-xdist (``-n 1``) ends then and another goes on; without one the session ends.
+    """
+    yield
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        request.session.shouldfail = f"the GPU is lost to this process: {str(error).splitlines()[0]}"
+
+
+@pytest.fixture
+def untuned_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton kernels that vLLM has tuned run in the first of their ways.
+
+    To find the fastest, those of KDA alone are compiled in some 80 ways for each number of heads.
+    """
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    run = autotuner.run
+
+    def run_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.configs = self.configs[:1]
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(autotuner, "run", run_first)
 
 
 def compile_fatbin(source: Path, fatbin: Path, arch: str) -> None:

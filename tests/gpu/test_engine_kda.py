@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 from tests.support.kda_engine import Generated, generate, hybrid, kimi, random_prompts, ties
 
-pytestmark = [pytest.mark.gpu, pytest.mark.engine]
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("untuned_triton")]
 
 
 class Model(NamedTuple):
@@ -73,10 +73,15 @@ def _graphs_of_our_own_models(request: pytest.FixtureRequest, monkeypatch: pytes
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0" if own else "1")
 
 
+def plugin(kernel: str) -> dict[str, Any]:
+    """A fresh one each time: the engine writes into it."""
+    return {"kda_plugin": {"prefill": kernel}}
+
+
 def both(tmp_path: pathlib.Path, name: str, prompts: list[list[int]], **options: Any) -> tuple[Generated, list[str]]:
     """Run stock and ours; the classes are asserted, and that the texts part at ties only."""
     make, layer, kernel, tie = MODELS[name]
-    settings = SETTINGS | {"additional_config": {"kda_plugin": {"prefill": kernel}}} | options
+    settings = SETTINGS | {"additional_config": plugin(kernel)} | options
     if name == "glm":
         try:
             importlib.import_module("vllm.models.glm5next.common.kda")
@@ -136,8 +141,9 @@ def test_sleep(tmp_path: pathlib.Path) -> None:
         llm.wake_up()
 
     prompts = random_prompts([700, 3, 64, 3000])
-    options = SETTINGS | {"enforce_eager": True, "ours": True}
-    make = MODELS["kimi-k3"].make
+    make, _, kernel, _ = MODELS["kimi-k3"]
+    options = SETTINGS | {"enforce_eager": True, "ours": True, "additional_config": plugin(kernel)}
     awake = generate(tmp_path, make(), prompts, **options)
     slept = generate(tmp_path, make(), prompts, rounds=2, between=nap, enable_sleep_mode=True, **options)
+    assert slept.fewest_prefills > awake.fewest_prefills > 0
     assert slept.tokens == awake.tokens

@@ -79,7 +79,18 @@ def engine(model: str, backend: str | None, **settings: Any) -> Iterator[Any]:
         llm.llm_engine.engine_core.shutdown()  # whoever still holds the engine holds no memory of the device
         del llm
         gc.collect()
+        new_graph_pool()
         cleanup_dist_env_and_memory()
+
+
+def new_graph_pool() -> None:
+    """The next engine in this process captures into a pool of its own.
+
+    Torch ends a capture into a pool whose graphs are all gone, and vLLM has one pool for a process.
+    """
+    from vllm.platforms import current_platform
+
+    type(current_platform)._global_graph_pool = None
 
 
 def implementations(llm: Any) -> set[str]:

@@ -34,10 +34,10 @@ def arguments(
     **changes: Any,
 ) -> Args:
     """A call of sequences of ``lens`` tokens, buffers full of sevens, a checkpoint inside the longest if it can be."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     def sevens(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full(shape, 7, dtype=dtype, device=device)
@@ -64,9 +64,8 @@ def arguments(
     args["workspace"] = sevens(size, dtype=torch.uint8)
     if pool:
         args["initial_state"] = draw(sequences + _SPARE_ROWS, heads, dim, dim, dtype=state_dtype)
-        args["state_indices"] = (
-            torch.randperm(sequences + _SPARE_ROWS, generator=generator)[:sequences].int().to(device)
-        )
+        rows = torch.randperm(sequences + _SPARE_ROWS, generator=generator, device=device)
+        args["state_indices"] = rows[:sequences].int()
         args["has_initial_state"] = (torch.arange(sequences) % 3 != 2).to(device)
     return args | changes
 

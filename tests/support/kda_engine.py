@@ -15,16 +15,21 @@ from typing import Any
 import torch
 
 from tests.support import kda_model
+from tests.support.engine import new_graph_pool
 from vllm_kda_plugin.kda.layers import REPLACEMENTS, KdaLayer
 
 VOCABULARY = 2048
 
 
 def kimi(*, full_rank: bool, lower_bound: float | None) -> dict[str, Any]:
-    """Three KDA layers and one of MLA, three of the four with experts; with a full-rank gate the KDA is Kimi K3's."""
+    """Three KDA layers and one of MLA, three of the four with experts; with a full-rank gate the KDA is Kimi K3's.
+
+    Without it vLLM multiplies a slice of the input projection that comes after a number for each head. Where that is
+    no multiple of 8 the slice does not start at 16 bytes.
+    """
     linear: dict[str, Any] = {
         "head_dim": 128,
-        "num_heads": 12,
+        "num_heads": 12 if full_rank else 16,
         "short_conv_kernel_size": 4,
         "kda_layers": [1, 2, 3],
         "full_attn_layers": [4],
@@ -74,7 +79,7 @@ def hybrid(kda_layer: str) -> dict[str, Any]:
     """The tests' own model with vLLM's class of this name: KDA and attention layers by turns."""
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": VOCABULARY, "head_dim": 128}
     more: dict[str, Any] = {"max_position_embeddings": 131072, "torch_dtype": "bfloat16", "eos_token_id": 1}
-    return kda_model.config("kaka", -5.0, kda_layer, 4, 128, **sizes, **more)
+    return kda_model.config("kaka", -5.0, kda_layer, 8, 128, **sizes, **more)  # 8 heads: see kimi
 
 
 @dataclasses.dataclass
@@ -148,8 +153,10 @@ def generate(
             min((layer.prefills for layer in kda_layers if isinstance(layer, KdaLayer)), default=0),
         )
     finally:
+        llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+        new_graph_pool()
         cleanup_dist_env_and_memory()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -156,13 +157,23 @@ def check_neighbours(provider: Provider, tolerance: float, **options: Any) -> No
             assert error(state[0], whole["final_state"][n].double()) < tolerance
 
 
-def check_padding(provider: Provider, **options: Any) -> None:
-    """Padded tokens full of NaN change nothing, to the bit."""
-    plain, padded = (arguments(provider, HALF_EMPTY, 2, 128, padding=37, **options) for _ in range(2))
+def check_padding(provider: Provider, *, padding: float = math.nan, **options: Any) -> None:
+    """Neither padded tokens nor what lies behind the tensors change anything, to the bit.
+
+    Args:
+        provider: the kernel.
+        padding: what padded tokens are full of; what lies behind is NaN.
+        options: of :func:`arguments`.
+    """
+    plain, padded, behind = (arguments(provider, HALF_EMPTY, 2, 128, padding=37, **options) for _ in range(3))
     tokens = sum(HALF_EMPTY)
     for name in ("q", "k", "v", "g", "beta"):
-        padded[name][:, tokens:] = float("nan")
-    kda_prefill(**plain)
-    kda_prefill(**padded)
-    for name in ("out", "final_state"):
-        assert torch.equal(plain[name], padded[name])
+        padded[name][:, tokens:] = padding
+        behind[name][:, tokens:] = math.nan
+    behind |= {name: behind[name][:, :tokens] for name in ("q", "k", "v", "g", "beta", "out")}
+    for args in (plain, padded, behind):
+        kda_prefill(**args)
+    for args in (padded, behind):
+        assert torch.equal(args["out"][:, :tokens], plain["out"][:, :tokens])
+        assert torch.equal(args["final_state"], plain["final_state"])
+        assert bool((args["out"][:, tokens:] == 7).all()), "padding was written"

@@ -55,9 +55,10 @@ class _Layer(nn.Module):
     def __init__(self, config: Any, vllm_config: VllmConfig, index: int, prefix: str) -> None:
         super().__init__()
         mixer: Any = _GroupedAttention
-        if config.is_kda_layer(index):
-            mixer = getattr(importlib.import_module(_MODULES[config.kda_layer]), config.kda_layer)
-        self.writes_output = config.kda_layer.startswith("Bailing")
+        kda_layer = config.kda_layer if config.is_kda_layer(index) else ""
+        if kda_layer:
+            mixer = getattr(importlib.import_module(_MODULES[kda_layer]), kda_layer)
+        self.writes_output = kda_layer.startswith("Bailing")
         if self.writes_output:
             kda = config.linear_attn_config
             bailing = SimpleNamespace(
@@ -76,7 +77,7 @@ class _Layer(nn.Module):
                 model_config=vllm_config.model_config,
                 cache_config=vllm_config.cache_config,
             )
-        elif config.kda_layer.startswith("Glm"):
+        elif kda_layer.startswith("Glm"):
             kda = config.linear_attn_config
             glm = SimpleNamespace(
                 hidden_size=config.hidden_size,

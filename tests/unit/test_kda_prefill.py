@@ -100,6 +100,14 @@ def test_padding_may_hold_anything() -> None:
     assert bool(args["final_state"].isfinite().all())
 
 
+def test_row_0_may_be_named_by_all() -> None:
+    """As in vLLM's warm-up."""
+    args = arguments(pool=True)
+    args["state_indices"].zero_()
+    kda_prefill(**args)
+    assert bool(args["initial_state"].isfinite().all())
+
+
 def test_inputs_are_made_dense_only_when_needed() -> None:
     provider = DenseTorch()
     mixed = torch.randn(1, sum(LENS), 3, HEADS, DIM)
@@ -208,6 +216,8 @@ def test_what_a_kernel_cannot_do_is_refused() -> None:
     refuses(
         args | {"out": buffer[1:].view_as(args["out"])}, r"^out starts at address 0x.*, must be at a multiple of 16"
     )
+    bias = torch.zeros(HEADS * DIM + 1)
+    refuses(args | {"dt_bias": bias[1:]}, r"^dt_bias starts at address 0x.*, must be at a multiple of 16")
     refuses(args | {"workspace": args["workspace"].repeat(2)[1:]}, r"^workspace starts at address 0x.*multiple of 16")
     elsewhere = arguments(provider=PROVIDERS["triton"])
     refuses(elsewhere, r"^triton cannot run this call: it needs a GPU, this layer is on cpu$")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import types
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.kda_calls import arguments, expected
 from vllm_kda_plugin.kda import providers
 from vllm_kda_plugin.kda.providers import PROVIDERS, Call, Case, select
+from vllm_kda_plugin.kda.reference import chunked
 
 CPU = Case("cpu", None, 128, torch.float32, torch.float32, -5.0)
 HOPPER = Case("cuda", (9, 0), 128, torch.bfloat16, torch.float32, -5.0)
@@ -130,3 +133,47 @@ def test_an_installed_flashkda_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tensors[8].shape == (2,)
     assert tensors[9].shape == (2, 128)
     assert tensors[13].dtype == torch.int64
+
+
+@pytest.fixture
+def fake_triton(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Puts the reference in the place of vLLM's kernels; the ``cu_seqlens`` that they were given."""
+    seen: list[torch.Tensor] = []
+
+    def chunk_kda_with_fused_gate(**a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(a["cu_seqlens"])
+        inputs = (a["q"], a["k"], a["v"], a["raw_g"], a["raw_beta"], a["A_log"], a["g_bias"], a["lower_bound"])
+        result = chunked(*inputs, a["initial_state"], a["cu_seqlens"])
+        a["out"].copy_(result.out)
+        return a["out"], result.final_state.float()
+
+    kda: Any = types.ModuleType("vllm.models.kimi_k3.nvidia.ops.third_party.kda")
+    kda.chunk_kda_with_fused_gate = chunk_kda_with_fused_gate
+    sync: Any = types.ModuleType("vllm.utils.gpu_sync_debug")
+    sync.gpu_sync_allowed = contextlib.nullcontext
+    for module in (kda, sync):
+        parts = module.__name__.split(".")
+        for i in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
+    for module in (kda, sync):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return seen
+
+
+@pytest.mark.parametrize("initial", [True, False], ids=["from states", "from zeros"])
+@pytest.mark.parametrize("lens", [(5, 9), (5, 0, 0, 9, 0), (0, 70), (0, 0)], ids=str)
+def test_vllms_triton_is_given_no_empty_sequence(
+    fake_triton: list[torch.Tensor], lens: tuple[int, ...], initial: bool
+) -> None:
+    """It would take the sequence after an empty one for that."""
+    args = arguments(PROVIDERS["triton"], lens, 2, 16, state_dtype=torch.bfloat16, padding=not any(lens))
+    if not initial:
+        args["initial_state"] = None
+    wanted = expected(args, args["initial_state"])
+    call = Call(**{name: args.get(name) for name in Call._fields if name != "scratch"}, scratch=args["workspace"])
+    PROVIDERS["triton"].run(call)
+    PROVIDERS["triton"].run(call)
+    assert all(bool((seen.diff() > 0).all()) for seen in fake_triton)
+    assert len({id(seen) for seen in fake_triton}) == any(lens), "the kernels remember a tensor for a step's layers"
+    torch.testing.assert_close(args["out"][:, : sum(lens)], wanted.out[:, : sum(lens)])
+    torch.testing.assert_close(args["final_state"], wanted.final_state.bfloat16())

@@ -273,7 +273,7 @@ class KdaLayer:
         if checkpoint is not None:
             self._checkpoint_exporter.export(  # type: ignore[attr-defined]
                 checkpoint,
-                raw_qkv=torch.cat(qkv, -1),
+                raw_qkv=_side_by_side(qkv),
                 conv_state=conv_state,
                 recurrent_checkpoint=buffers.checkpoint_state,
                 recurrent_state=state,
@@ -313,6 +313,20 @@ class KdaLayer:
             ).transpose(0, 1)
             for x, weight, part in zip(qkv, weights, pools, strict=True)
         ]
+
+
+def _side_by_side(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """``[T, 3 * H * D]`` of three ``[T, H * D]``: the tensor whose columns they are, else a copy."""
+    first, width = parts[0], parts[0].shape[1]
+    columns = all(
+        part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and part.storage_offset() == first.storage_offset() + i * width
+        and part.stride() == first.stride()
+        for i, part in enumerate(parts)
+    )
+    if columns:
+        return first.as_strided((len(first), len(parts) * width), first.stride())
+    return torch.cat(parts, -1)
 
 
 def _hash_with_the_model(vllm_config: VllmConfig, choice: str) -> None:

@@ -87,7 +87,8 @@ def kda_prefill(
         initial_state: ``[N, H, D, D]`` (values, keys), or None for zeros. With ``state_indices`` a pool
             ``[P, H, D, D]`` whose rows may lie apart; each sequence's row is read, then takes its final state.
         cu_seqlens: ``[N + 1]`` int32 or int64, first token of each sequence, from 0; a sequence may be empty. Tokens
-            from ``cu_seqlens[-1]`` on are padding: never read, and never written in ``out``.
+            from ``cu_seqlens[-1]`` on are padding: never written in ``out``, and without effect if they are finite;
+            if not, see ``FlashKdaProvider``.
         out: like q, written.
         final_state: ``[N, H, D, D]``, written; dtype of ``initial_state``.
         workspace: bytes (uint8), at least :func:`scratch_bytes`.
@@ -95,8 +96,9 @@ def kda_prefill(
         checkpoint_state: like ``final_state``, written: the state after ``checkpoint_offsets`` tokens of each
             sequence. Unspecified where the offset is 0.
         checkpoint_offsets: ``[N]``, dtype of ``cu_seqlens``.
-        state_indices: ``[N]`` int32 or int64, row in the pool of each sequence, no row twice. On a GPU a negative
-            one is none: its sequence starts from zeros, and leaves its state in ``final_state`` only.
+        state_indices: ``[N]`` int32 or int64, row in the pool of each sequence, no row twice but for row 0: no
+            sequence owns that in vLLM, whose warm-up names it for all. On a GPU a negative one is none: its sequence
+            starts from zeros, and leaves its state in ``final_state`` only.
         has_initial_state: ``[N]`` bool, with ``state_indices``: False for a sequence that starts from zeros.
         max_seqlen: no sequence has more tokens than this, for a better plan; None if the host does not know.
 
@@ -108,7 +110,7 @@ def kda_prefill(
             of index tensors on a GPU are looked at only under VLLM_KDA_CHECK=1.
     """
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()
-    addresses |= out.data_ptr() | final_state.data_ptr() | workspace.data_ptr()
+    addresses |= dt_bias.data_ptr() | out.data_ptr() | final_state.data_ptr() | workspace.data_ptr()
     optional = initial_state, checkpoint_state, checkpoint_offsets, state_indices, has_initial_state
     required = q, k, v, g, beta, A_log, dt_bias, cu_seqlens, out, final_state, workspace
     tensors: tuple[torch.Tensor, ...] = required
@@ -268,7 +270,7 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
         _check(name, getattr(a, name), q, floats, tokens, strides=strides, align=align_input)
     _check("beta", a.beta, q, floats, per_head, strides=strides)
     _check("A_log", a.A_log, q, (torch.float32,), (num_heads,), (1, 1, num_heads, 1))
-    _check("dt_bias", a.dt_bias, q, (torch.float32,), (num_heads * head_dim,), (num_heads, head_dim))
+    _check("dt_bias", a.dt_bias, q, (torch.float32,), (num_heads * head_dim,), (num_heads, head_dim), align=align)
     _check("cu_seqlens", cu_seqlens, q, _INDEX_DTYPES, (num_sequences + 1,))
     _check("out", a.out, q, floats, tokens, align=align)
     _check("final_state", a.final_state, q, (state_dtype,), dense_states, align=align)
@@ -397,7 +399,8 @@ def _check_values(a: _Arguments, provider: Provider, max_seqlen: int | None) -> 
     if a.state_indices is not None and a.initial_state is not None:
         rows, num_rows = a.state_indices.tolist(), len(a.initial_state)
         there = [row for row in rows if row >= 0 or not a.q.is_cuda]
-        if len(set(there)) < len(there) or not all(0 <= row < num_rows for row in there):
+        owned = [row for row in there if row != 0]
+        if len(set(owned)) < len(owned) or not all(0 <= row < num_rows for row in there):
             raise refused("state_indices", f"is {rows}", f"different rows from 0 to {num_rows - 1}")
     ends = {name: _ends(x) for name, x in a._asdict().items() if x is not None and x.numel()}
     for name in ("out", "final_state", "workspace", "checkpoint_state"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -172,12 +173,20 @@ class TritonProvider:
         return 0
 
     def run(self, call: Call) -> None:
-        """The final state is allocated by vLLM's wrapper and copied."""
+        """The final state is allocated by vLLM's wrapper and copied; if a sequence is empty, initial states are too."""
         from vllm.models.kimi_k3.nvidia.ops.third_party.kda import chunk_kda_with_fused_gate
 
         initial_state = call.initial_state
         if initial_state is None:
             initial_state = call.final_state.zero_()
+        version = 0 if call.cu_seqlens.is_inference() else call.cu_seqlens._version
+        cu_seqlens, full = _without_empty(call.cu_seqlens, version)
+        if full is not None:
+            if call.initial_state is not None:
+                call.final_state.copy_(initial_state)
+            if len(full) == 0:
+                return
+            initial_state = initial_state[full]
         _, final_state = chunk_kda_with_fused_gate(
             q=call.q,
             k=call.k,
@@ -190,16 +199,40 @@ class TritonProvider:
             initial_state=initial_state,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=call.cu_seqlens,
+            cu_seqlens=cu_seqlens,
             out=call.out,
         )
-        call.final_state.copy_(final_state)
+        if full is None:
+            call.final_state.copy_(final_state)
+        else:
+            call.final_state[full] = final_state.to(call.final_state.dtype)
+
+
+@functools.lru_cache(maxsize=8)  # By identity: the layers of a step, in a few groups, ask the same.
+def _without_empty(given: torch.Tensor, version: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``cu_seqlens`` without empty sequences, which vLLM's kernels take for others, and which are left; None if all.
+
+    Waits for the GPU, as the wrapper of these kernels does.
+    """
+    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+    with gpu_sync_allowed():
+        bounds = given.tolist()
+        full = [n for n, (start, end) in enumerate(itertools.pairwise(bounds)) if start < end]
+        if len(full) == len(bounds) - 1:
+            # Another tensor all the same: the wrapper remembers one by its identity, whatever it holds later.
+            return given.view(-1), None
+        index = torch.tensor(full, dtype=torch.int64, device=given.device)
+        return torch.cat((given[:1], given[1:][index])), index
 
 
 class FlashKdaProvider:
     """FlashKDA: the bounded gate, heads of 128, bfloat16. It keeps its state in bfloat16 between chunks of 16 tokens.
 
     vLLM's own build of it takes checkpoints; without that, the package ``flash_kda`` will do.
+
+    The last chunk of a sequence takes in up to 15 tokens after it, times zero. So NaN or infinity in these, be they
+    another sequence's or padding, reach the sequence, as they do in stock vLLM. Nothing after the end of q is read.
     """
 
     name = "flashkda"
