@@ -4,7 +4,7 @@
 // kda/reference.py; names are those of its chunk form.
 //
 // A thread block takes a sequence (or a segment of it) and a head, 16 tokens at a time:
-//   one warp copies q, k, v, g of the chunks to come into a ring in shared memory;
+//   four warps copy q, k, v, g of the chunks to come, each one of them, into a ring in shared memory;
 //   four pairs of warps prepare a chunk each: gates, norms, L, (I + L)^-1, M, and q, k with their decays;
 //   four warps hold S in registers, 32 of its rows each, and step from chunk to chunk. Rows of S do not meet, so a
 //   step needs no word between warps, and values may be split over two blocks.
@@ -28,7 +28,8 @@ constexpr int kStages = 8;  // chunks in the ring
 constexpr int kPairs = 4;
 constexpr int kScanWarps = 4;
 constexpr int kPrepareWarps = 2 * kPairs;
-constexpr int kThreads = 32 * (kScanWarps + kPrepareWarps + 4);  // three of the last four warps only give registers
+constexpr int kCopyWarps = 4;  // one on each quarter of the multiprocessor
+constexpr int kThreads = 32 * (kScanWarps + kPrepareWarps + kCopyWarps);
 // Of a thread, in all as many as an even share: with 16 warps, 128 each when the block starts.
 template <int kTiles>
 constexpr int kScanRegisters = kTiles == 2 ? 232 : 184;
@@ -119,9 +120,10 @@ struct alignas(16) Desk {
 struct Work {
   long long first_token;
   int tokens;
-  int sequence;   // -1: nothing to do
+  int head;
+  int sequence;    // -1: nothing to do
   int first_chunk; // of the sequence
-  int is_last;    // of the sequence
+  int is_last;     // of the sequence
   long long slot; // of ends and maps; of a last segment it is another's
 };
 
@@ -134,7 +136,7 @@ struct Shared {
 };
 
 // As kernels/kda_native.py has them.
-static_assert(sizeof(Shared<true>) == 178976 && sizeof(Shared<false>) == 231136, "dynamic shared memory");
+static_assert(sizeof(Shared<true>) == 178992 && sizeof(Shared<false>) == 231152, "dynamic shared memory");
 
 __device__ __forceinline__ long long read_index(const void* from, bool is_64_bit, long long at) {
   return is_64_bit ? static_cast<const long long*>(from)[at] : static_cast<const int*>(from)[at];
@@ -185,30 +187,28 @@ __device__ __forceinline__ Work find_work(const Args& args, long long number, bo
   return work;
 }
 
-// Copies the chunks of a piece of work into the ring. One warp.
+// Copies one tensor's part of the chunks of a piece of work into the ring. One warp. What is not wanted is not copied.
 template <bool kBounded>
-__device__ void copy_chunks(const Args& args, Shared<kBounded>& shared, int head, const Work& work, bool with_values,
-                            bool with_queries, int lane) {
+__device__ void copy_chunks(const Args& args, Shared<kBounded>& shared, const Work& work, int tensor, bool wanted,
+                            int lane) {
   const int first = lane / 16, vector = 16 * (lane % 16);
-  const auto source = [&](const char* from, int tensor) {
-    return from + (work.first_token + first) * args.token_stride[tensor] + head * args.head_stride[tensor] + vector;
-  };
-  const char *q = source(args.q, 0), *k = source(args.k, 1), *v = source(args.v, 2), *g = source(args.g, 3);
+  const long long stride = args.token_stride[tensor];
+  const char* from = tensor == 0 ? args.q : tensor == 1 ? args.k : tensor == 2 ? args.v : args.g;
+  from += (work.first_token + first) * stride + work.head * args.head_stride[tensor] + vector;
+  // Where in a stage: see Stage.
+  const int place = (tensor == 2 ? 3 : tensor == 3 ? 2 : tensor) * kTile + first * kRow + vector;
   for (int chunk = 0; chunk * kChunk < work.tokens; ++chunk) {
     Stage& stage = shared.stages[chunk % kStages];
     if (chunk >= kStages) ptx::wait(&shared.used[chunk % kStages], (chunk / kStages - 1) & 1);
-    const int left = work.tokens - chunk * kChunk - first;
-    const auto copy = [&](char* tile, const char*& from, int tensor) {
+    if (wanted) {
+      char* const tile = stage.q + place;
+      const int left = work.tokens - chunk * kChunk - first;
 #pragma unroll
       for (int row = 0; row < kChunk; row += 2) {
-        ptx::copy_async(tile + (row + first) * kRow + vector, from, row < left);
-        from += 2 * args.token_stride[tensor];
+        ptx::copy_async(tile + row * kRow, from, row < left);
+        from = ptx::only_here(from + 2 * stride);  // one address at a time, of the few registers
       }
-    };
-    copy(stage.g, g, 3);
-    copy(stage.k, k, 1);
-    if (with_queries) copy(stage.q, q, 0);
-    if (with_values) copy(stage.v, v, 2);
+    }
     ptx::arrive_after_copies(&shared.copied[chunk % kStages]);
   }
 }
@@ -506,14 +506,13 @@ __device__ __forceinline__ void mix(Stage& stage, Desk<kBounded>& desk, bool at_
 
 // Makes every fourth chunk ready for the scan. A pair of warps.
 template <bool kBounded, bool kOutput>
-__device__ void prepare_chunks(const Args& args, Shared<kBounded>& shared, int head, const Work& work, int pair,
-                               int thread) {
+__device__ void prepare_chunks(const Args& args, Shared<kBounded>& shared, const Work& work, int pair, int thread) {
   Desk<kBounded>& desk = shared.desks[pair];
   const int lane = thread % 32;
   // A pair's warps have different work, which falls on each quarter of the multiprocessor once.
   const bool first_warp = (thread < 32) == (pair < kPairs / 2);
-  const Gate gate = make_gate<kBounded>(args, head, thread);
-  const unsigned short* const betas = args.beta + head * args.head_stride[4] + work.first_token * args.token_stride[4];
+  const Gate gate = make_gate<kBounded>(args, work.head, thread);
+  const unsigned short* const betas = args.beta + work.head * args.head_stride[4] + work.first_token * args.token_stride[4];
   const auto read_beta = [&](int chunk) {
     const int token = chunk * kChunk + lane % kChunk;
     return token < work.tokens ? bf16_at(betas + token * args.token_stride[4]) : 0.f;
@@ -626,7 +625,7 @@ struct Ends {
 
 // Steps from chunk to chunk. A warp with the rows from `first_row` on, 16 or 32 of them.
 template <bool kBounded, int kTiles, bool kOutput>
-__device__ void scan_chunks(const Args& args, Shared<kBounded>& shared, int head, const Work& work, int first_row,
+__device__ void scan_chunks(const Args& args, Shared<kBounded>& shared, const Work& work, int first_row,
                             const Ends& ends, int lane) {
   State<kTiles> state;
 #pragma unroll
@@ -778,7 +777,7 @@ __device__ void scan_chunks(const Args& args, Shared<kBounded>& shared, int head
         const uint4 values = *reinterpret_cast<const uint4*>(stage.v + row * kRow + 2 * first_row + 16 * vector);
         if (token < work.tokens) {
           *reinterpret_cast<uint4*>(args.out + (work.first_token + token) * args.out_stride +
-                                    2 * (head * kDim + first_row) + 16 * vector) = values;
+                                    2 * (work.head * kDim + first_row) + 16 * vector) = values;
         }
       }
     }
@@ -799,11 +798,11 @@ __device__ void scan_chunks(const Args& args, Shared<kBounded>& shared, int head
 }
 
 // Where the states of a sequence are, read from the pool, written there and apart.
-__device__ __forceinline__ Ends ends_of_sequence(const Args& args, int head, const Work& work) {
+__device__ __forceinline__ Ends ends_of_sequence(const Args& args, const Work& work) {
   Ends ends = {};
   const bool is_bf16 = args.states_are_bf16;
   const long long state_bytes = (is_bf16 ? 2 : 4) * kDim * kDim;
-  const long long dense = (work.sequence * args.num_heads + head) * state_bytes;
+  const long long dense = (work.sequence * args.num_heads + work.head) * state_bytes;
   ends.from_is_bf16 = ends.to_is_bf16[0] = ends.to_is_bf16[1] = is_bf16;
   ends.checkpoint_chunk = -1;
   if (args.final_state) ends.to[0] = args.final_state + dense;
@@ -812,7 +811,7 @@ __device__ __forceinline__ Ends ends_of_sequence(const Args& args, int head, con
   } else {
     const long long row = read_index(args.rows, args.rows_are_64_bit, work.sequence);
     if (row >= 0 && row < args.num_rows) {
-      ends.to[1] = args.initial_state + (is_bf16 ? 2 : 4) * row * args.row_stride + head * state_bytes;
+      ends.to[1] = args.initial_state + (is_bf16 ? 2 : 4) * row * args.row_stride + work.head * state_bytes;
       if (args.has_initial_state[work.sequence]) ends.from = ends.to[1];
     }
   }
@@ -832,36 +831,41 @@ __device__ void run(const Args& args) {
   Shared<kBounded>& shared = *reinterpret_cast<Shared<kBounded>*>(ptx::shared_memory());
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int split = blockIdx.x % kSplits;
-  const u32 num_heads = static_cast<u32>(args.num_heads);
-  const int head = static_cast<int>(blockIdx.x / kSplits % num_heads);
-  // The last first: an engine's long prompts come after sequences of one token.
-  const long long blocks = (kOutput ? args.num_sequences : 0) + args.slots;
-  const long long number = blocks - 1 - blockIdx.x / kSplits / num_heads;
   ptx::wait_for_previous_kernel();
   if (warp == 0) {
-    const Work work = find_work(args, number, kOutput, lane);
+    const u32 num_heads = static_cast<u32>(args.num_heads);
+    // The last first: an engine's long prompts come after sequences of one token.
+    const long long blocks = (kOutput ? args.num_sequences : 0) + args.slots;
+    const long long number = blocks - 1 - blockIdx.x / kSplits / num_heads;
+    Work work = find_work(args, number, kOutput, lane);
     if (lane == 0) {
+      work.head = static_cast<int>(blockIdx.x / kSplits % num_heads);
       shared.work = work;
       for (int i = 0; i < kStages; ++i) {
-        ptx::init_barrier(&shared.copied[i], 32);
+        ptx::init_barrier(&shared.copied[i], 32 * kCopyWarps);
         ptx::init_barrier(&shared.prepared[i], 2);
         ptx::init_barrier(&shared.used[i], kScanWarps);
       }
     }
   }
   ptx::block_sync();
-  Work work = shared.work;
-  if (work.sequence < 0 || (!kOutput && work.is_last)) return;
-  const bool is_first = work.first_chunk == 0;
+  // Each warp reads it anew, once it has its registers.
+  if (shared.work.sequence < 0 || (!kOutput && shared.work.is_last)) return;
+  const bool is_first = shared.work.first_chunk == 0;
   const bool makes_map = !kOutput && split == 1 && !is_first;
   // The state that a sequence begins with is kept where the first M would be: its last segment may overwrite it.
   const bool keeps_state = !kOutput && split == 1 && is_first;
-  if (keeps_state) work.tokens = 0;
+  const auto read_work = [&] {
+    Work work = shared.work;
+    if (keeps_state) work.tokens = 0;
+    return work;
+  };
 
   if (warp < kScanWarps) {
     ptx::take_registers<kScanRegisters<kTiles>>();
-    Ends ends = ends_of_sequence(args, head, work);
-    const long long place = (work.slot * args.num_heads + head) * kDim * kDim;
+    const Work work = read_work();
+    Ends ends = ends_of_sequence(args, work);
+    const long long place = (work.slot * args.num_heads + work.head) * kDim * kDim;
     if (kOutput && !(is_first && work.is_last)) {
       const float* kept = is_first ? args.maps + place : args.ends + place - args.num_heads * kDim * kDim;
       ends.from = reinterpret_cast<const char*>(kept);
@@ -877,15 +881,16 @@ __device__ void run(const Args& args) {
     if (!kOutput || !work.is_last) ends.to[1] = nullptr;
     if (kOutput && !work.is_last) ends.to[0] = nullptr;
     const int first_row = (kOutput ? split * kScanWarps * kTiles * 16 : 0) + warp * kTiles * 16;
-    scan_chunks<kBounded, kTiles, kOutput>(args, shared, head, work, first_row, ends, lane);
+    scan_chunks<kBounded, kTiles, kOutput>(args, shared, work, first_row, ends, lane);
   } else if (warp < kScanWarps + kPrepareWarps) {
     if constexpr (kPrepareRegisters<kTiles> > 128) ptx::take_registers<kPrepareRegisters<kTiles>>();
     const int thread = threadIdx.x - 32 * kScanWarps;
-    prepare_chunks<kBounded, kOutput>(args, shared, head, work, thread / 64, thread % 64);
+    prepare_chunks<kBounded, kOutput>(args, shared, read_work(), thread / 64, thread % 64);
   } else {
     ptx::give_registers<kCopyRegisters>();
-    if (warp > kScanWarps + kPrepareWarps) return;
-    copy_chunks<kBounded>(args, shared, head, work, !makes_map, kOutput, lane);
+    const int tensor = warp - kScanWarps - kPrepareWarps;
+    const bool wanted = tensor == 0 ? kOutput : tensor != 2 || !makes_map;
+    copy_chunks<kBounded>(args, shared, read_work(), tensor, wanted, lane);
   }
 }
 

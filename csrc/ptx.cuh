@@ -112,7 +112,8 @@ __device__ __forceinline__ void block_sync() { __syncthreads(); }
 
 // The same, of which the compiler knows nothing: it works out no address from it before it comes here, and does not
 // take it apart.
-__device__ __forceinline__ char* only_here(char* pointer) {
+template <class T>
+__device__ __forceinline__ T* only_here(T* pointer) {
   asm volatile("" : "+l"(pointer));
   return pointer;
 }

@@ -48,7 +48,7 @@ def test_buffers_are_contiguous_aligned_and_apart() -> None:
 @pytest.mark.parametrize("heads", [1, 3, 12])
 @pytest.mark.parametrize("dim", [24, 128])
 def test_slices_start_256_bytes_apart_whatever_their_sizes(heads: int, dim: int) -> None:
-    layer = KdaWorkspace(613, 3, heads, dim, torch.bfloat16, torch.bfloat16, TORCH)
+    layer = KdaWorkspace(613, 3, heads, dim, torch.bfloat16, torch.bfloat16, (TORCH,))
     layer.reserve(checkpoint=True)
     for num_tokens, num_sequences in itertools.product((1, 2, 17, 613), (1, 3)):
         buffers = layer.take(num_tokens, num_sequences, out=True, checkpoint=True)

@@ -22,7 +22,7 @@ CHUNK = 16
 """Tokens of a chunk: a checkpoint can be taken after each."""
 # As csrc/kda_prefill_sm90.cu has them.
 THREADS, COMBINE_THREADS, COMBINE_ROWS = 512, 256, 16
-SHARED_BYTES = {True: 178_976, False: 231_136}
+SHARED_BYTES = {True: 178_992, False: 231_152}
 """Of a block, for the bounded gate and for the other."""
 COMBINE_SHARED_BYTES = 2 * COMBINE_ROWS * (HEAD_DIM + 4) * 4
 _STATE = HEAD_DIM * HEAD_DIM
