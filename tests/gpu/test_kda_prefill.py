@@ -162,6 +162,8 @@ def test_layouts_are_refused_by_name(name: str, layout: str, provider: Provider)
     args = make(provider)
     if name not in args:
         pytest.skip(f"{provider.name} takes no checkpoints")
+    if provider.strided_heads and name == "beta" and layout != "batch slice":
+        pytest.skip(f"{provider.name} takes heads that lie apart")
     args[name] = LAYOUTS[layout](args[name])
     shape, strides = list(args[name].shape), list(args[name].stride())
     refuses(args, rf"^{name} has shape \{str(shape)[:-1]}\] and strides \{str(strides)[:-1]}\], must be ")

@@ -154,9 +154,9 @@ def test_views_of_wider_tensors() -> None:
     """Tokens may lie apart, and heads too."""
     dense = make((37,), 2, lower_bound=BOUND)
     strided = dense | {name: dense[name].clone() for name in ("out", "final_state", "checkpoint_state")}
-    mixed = torch.stack([dense[name] for name in "qkvg"], 2)
-    strided |= {name: mixed[:, :, i] for i, name in enumerate("qkvg")}
-    strided["beta"] = torch.cat((dense["beta"], dense["beta"]), -1)[..., :2]
+    mixed = torch.stack([dense[name] for name in "qkvg"], 3)
+    strided |= {name: mixed[:, :, :, i] for i, name in enumerate("qkvg")}
+    strided["beta"] = dense["beta"].repeat_interleave(3, -1)[..., ::3]
     kda_prefill(**dense)
     kda_prefill(**strided)
     for name in ("out", "final_state", "checkpoint_state"):
