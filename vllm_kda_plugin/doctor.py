@@ -32,7 +32,12 @@ Verdict = Literal["ok", "warning", "problem"]
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 _CUPY = re.compile(r"cupy(-cuda\d+x)?")
-_KERNEL_STATES = {"prebuilt": "prebuilt for this GPU", "runtime": "compiled at first use", "none": "none"}
+_KERNEL_STATES = {
+    "prebuilt": "prebuilt for this GPU",
+    "runtime": "compiled at first use",
+    "other": "not for this GPU",
+    "none": "none",
+}
 
 
 @dataclasses.dataclass(frozen=True)

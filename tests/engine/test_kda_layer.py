@@ -30,7 +30,7 @@ def _fresh_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def workspace(max_tokens: int = 64, max_sequences: int = 8) -> KdaWorkspace:
-    return KdaWorkspace(max_tokens, max_sequences, HEADS, DIM, torch.float32, torch.float32, TORCH)
+    return KdaWorkspace(max_tokens, max_sequences, HEADS, DIM, torch.float32, torch.float32, (TORCH,))
 
 
 def test_buffers_are_contiguous_aligned_and_apart() -> None:
@@ -48,7 +48,7 @@ def test_buffers_are_contiguous_aligned_and_apart() -> None:
 @pytest.mark.parametrize("heads", [1, 3, 12])
 @pytest.mark.parametrize("dim", [24, 128])
 def test_slices_start_256_bytes_apart_whatever_their_sizes(heads: int, dim: int) -> None:
-    layer = KdaWorkspace(613, 3, heads, dim, torch.bfloat16, torch.bfloat16, TORCH)
+    layer = KdaWorkspace(613, 3, heads, dim, torch.bfloat16, torch.bfloat16, (TORCH,))
     layer.reserve(checkpoint=True)
     for num_tokens, num_sequences in itertools.product((1, 2, 17, 613), (1, 3)):
         buffers = layer.take(num_tokens, num_sequences, out=True, checkpoint=True)
@@ -148,7 +148,7 @@ def make_layer(monkeypatch: pytest.MonkeyPatch, metadata: dict[str, Any] | None,
     class Layer(ours, Stock):
         def __init__(self) -> None:
             Stock.__init__(self)
-            self.on_cpu, self.bound, self.provider, self.workspace = on_cpu, -5.0, TORCH, workspace()
+            self.on_cpu, self.bound, self.candidates, self.workspace = on_cpu, -5.0, (TORCH,), workspace()
 
         def _convolve(self, m: Any, qkv: Any, *rest: Any) -> Any:
             self.on_cpu = True  # the convolution of the CPU
@@ -315,3 +315,53 @@ def test_speculative_tokens_beside_a_prefill(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(tensors[name], whole[name][spec])
     for name in ("g1", "beta"):
         assert torch.equal(tensors[name], whole[name][:, spec])
+
+
+class Taking(Stock):
+    """In the place of vLLM's class, which asks for no checkpoints of its own."""
+
+    conv_size = WIDTH
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        return MambaSpec(shapes=((1,),), dtypes=(torch.float32,), block_size=16)
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_stock", "step"), [("native", False, 16), ("triton", False, None), ("", True, None)]
+)
+def test_checkpoints_are_asked_for_where_our_kernel_takes_them(kernel: str, is_stock: bool, step: int | None) -> None:
+    """Of Kimi-Linear too, whose class in vLLM takes none."""
+    from vllm_kda_plugin.kda import layers
+
+    ours: Any = layers.REPLACEMENTS["KimiGatedDeltaNetAttention"]
+
+    class Layer(ours, Taking):
+        def __init__(self) -> None:
+            Taking.__init__(self)
+            self.on_cpu, self.is_stock = False, is_stock
+            if not is_stock:
+                self.candidates = (PROVIDERS[kernel],)
+            self.decide_checkpoints()
+
+    layer = Layer()
+    spec = layer.get_kv_cache_spec(None)
+    assert (spec.num_prefill_checkpoint_blocks, spec.prefill_checkpoint_alignment) == (int(step is not None), step)
+    assert layer.get_prefill_checkpoint_alignment() == step
+    exporter = getattr(layer, "_checkpoint_exporter", None)
+    assert (exporter is not None) == (step is not None)
+    assert exporter is None or exporter.state_len == WIDTH - 1
+    assert not hasattr(layer, "kda_prefill_backend")
+
+
+def test_a_step_knows_its_longest_sequence() -> None:
+    from vllm_kda_plugin.kda.layers import _max_seqlen
+
+    blocks = {8: {"nums": torch.tensor([1, 1025, 0])}}
+    assert _max_seqlen(SimpleNamespace(nums_dict=blocks)) == 8200
+    assert _max_seqlen(SimpleNamespace(nums_dict=None)) is None
+    assert _max_seqlen(SimpleNamespace()) is None

@@ -28,8 +28,10 @@ from vllm_kda_plugin.kernels import states
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("untuned_triton")]
 
-TOLERANCES = {"torch": 4e-3, "triton": 1.5e-2, "flashkda": 3e-2}
-"""The torch path computes in float32, Triton keeps some factors in bfloat16, FlashKDA its state too."""
+TOLERANCES = {"torch": 4e-3, "native": 9e-3, "triton": 1.5e-2, "flashkda": 3e-2}
+"""The torch path computes in float32, ours reads its state in bfloat16, Triton keeps some factors in it, FlashKDA its
+state too. Two results of one kernel may differ by both their errors; ours alone is held to less in test_kda_native.py.
+"""
 TRITON_REPEATED_KEYS = 4e-2
 """Of its state: there the rounded factors nearly cancel."""
 HEADS, DIM = 2, 128
@@ -160,6 +162,8 @@ def test_layouts_are_refused_by_name(name: str, layout: str, provider: Provider)
     args = make(provider)
     if name not in args:
         pytest.skip(f"{provider.name} takes no checkpoints")
+    if provider.strided_heads and name == "beta" and layout != "batch slice":
+        pytest.skip(f"{provider.name} takes heads that lie apart")
     args[name] = LAYOUTS[layout](args[name])
     shape, strides = list(args[name].shape), list(args[name].stride())
     refuses(args, rf"^{name} has shape \{str(shape)[:-1]}\] and strides \{str(strides)[:-1]}\], must be ")

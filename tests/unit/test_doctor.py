@@ -190,10 +190,12 @@ def test_cupy_built_from_source_is_trusted() -> None:
 
 def test_kernel_states() -> None:
     facts = gpu_facts()
-    facts.engine["kernels"] = [("a", "runtime", ""), ("b", "none", "CuPy is not installed")]
+    other = "it is for compute capability 9.0, this GPU has 8.0"
+    facts.engine["kernels"] = [("a", "runtime", ""), ("b", "none", "CuPy is not installed"), ("c", "other", other)]
     (row,) = bad(facts)
     assert (row.name, row.found, row.verdict) == ("kernel b", "none: CuPy is not installed", "warning")
     assert Row("kernel a", "compiled at first use") in doctor.examine(facts)
+    assert Row("kernel c", f"not for this GPU: {other}") in doctor.examine(facts)
 
 
 def test_plugin_not_installed() -> None:

@@ -24,6 +24,8 @@ class DenseTorch(TorchProvider):
 
     name = "dense"
     dense_inputs = True
+    strided_heads = False
+    pools = False
     alignment = 16
     checkpoint_step = 16
     seen: list[Call]

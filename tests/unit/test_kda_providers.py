@@ -55,7 +55,9 @@ def test_the_best_that_can(changes: dict[str, Any], wanted: str) -> None:
     [
         ("flashkda", CPU, r"prefill = flashkda cannot run this layer: it needs a GPU.*; allowed here are auto, torch$"),
         ("triton", CPU, r"prefill = triton cannot run this layer: it needs a GPU, this layer is on cpu"),
-        ("native", HOPPER, r"prefill = native cannot be had: .*; allowed here are auto, flashkda, triton, torch$"),
+        ("native", dataclasses.replace(HOPPER, capability=(10, 0)), "needs compute capability 9.0, this GPU has 10.0"),
+        ("native", dataclasses.replace(HOPPER, lower_bound=-6.0), r"a lower bound in \[-5.0, 0\), this layer's is -6"),
+        ("native", CPU, r"it needs a GPU, this layer is on cpu; allowed here are auto, torch$"),
         ("flashkda", dataclasses.replace(HOPPER, lower_bound=None), "the bounded gate only, this layer's is softplus"),
         (
             "flashkda",
@@ -91,7 +93,14 @@ def test_a_missing_kernel_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_and_kernels_have_the_same_names() -> None:
-    assert list(PROVIDERS) == ["flashkda", "triton", "torch"]
+    assert list(PROVIDERS) == ["flashkda", "triton", "torch", "native"]
+
+
+def test_native_is_taken_only_by_name() -> None:
+    for lower_bound in (-5.0, None):
+        case = dataclasses.replace(HOPPER, lower_bound=lower_bound)
+        assert select("native", case).name == "native"
+        assert select("auto", case).name != "native"
 
 
 def test_an_installed_flashkda_will_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,96 @@ def test_source_missing_as_well(gpu: SimpleNamespace, tmp_path: Path, monkeypatc
         loader.load(NAME, 0)
 
 
+class FakeNvrtc:
+    """CuPy's bindings of NVRTC."""
+
+    class NVRTCError(RuntimeError):
+        pass
+
+    def __init__(self) -> None:
+        self.options: list[tuple[str, ...]] = []
+        self.created: list[tuple[Any, ...]] = []
+        self.log = ""
+
+    def getVersion(self) -> tuple[int, int]:
+        return 13, 0
+
+    def createProgram(self, *given: Any) -> int:
+        self.created.append(given)
+        return 5
+
+    def compileProgram(self, program: int, options: tuple[str, ...]) -> None:
+        self.options.append(options)
+        if self.log:
+            raise self.NVRTCError
+
+    def getCUBIN(self, program: int) -> bytes:
+        return b"machine code"
+
+    def getProgramLog(self, program: int) -> str:
+        return self.log
+
+    def destroyProgram(self, program: int) -> None:
+        assert program == 5
+
+
+@pytest.fixture
+def nvrtc(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvrtc:
+    fake = FakeNvrtc()
+    for module in ("cupy_backends.cuda.libs", "cupy_backends"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(nvrtc=fake))
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys.modules["cupy"].cuda, "Module", BareModule, raising=False)
+    return fake
+
+
+class BareModule:
+    """CuPy's Module."""
+
+    def load(self, cubin: bytes) -> None:
+        assert cubin == b"machine code"
+
+    def get_function(self, entry: str) -> Any:
+        return SimpleNamespace(ptr=hash(entry))
+
+
+def test_a_kernel_for_one_kind_of_gpu_is_compiled_for_all_it_has_and_kept(nvrtc: FakeNvrtc, tmp_path: Path) -> None:
+    name = "kda_prefill_sm90"
+    for _ in range(2):
+        loader._loaded.clear()
+        assert status_of(name) == KernelStatus(name, "runtime", "no fatbin was built")
+    ((option, arch),) = nvrtc.options
+    assert (option, arch) == ("-std=c++17", "-arch=sm_90a")
+    ((text, file, headers, names),) = nvrtc.created
+    assert file == f"{name}.cu"
+    assert dict(zip(names, headers, strict=True)) == {
+        path.name.encode(): path.read_bytes() for path in (ROOT / "csrc").glob("*.cuh")
+    }
+    assert f'#include "{names[0].decode()}"' in text
+    assert [path.read_bytes() for path in (tmp_path / "cache").iterdir()] == [b"machine code"]
+
+
+def test_it_is_compiled_where_nothing_can_be_kept(
+    nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert status_of("kda_prefill_sm90").state == "runtime"
+
+
+def test_the_compilers_words_are_the_status(nvrtc: FakeNvrtc) -> None:
+    nvrtc.log = "line 7: expected a ;"
+    assert status_of("kda_prefill_sm90").detail.endswith("compiling it failed: line 7: expected a ;")
+
+
+def test_a_kernel_for_other_gpus_is_no_fault(gpu: SimpleNamespace) -> None:
+    gpu.capability = (10, 0)
+    found = KernelStatus("kda_prefill_sm90", "other", "it is for compute capability 9.0, this GPU has 10.0")
+    assert status_of("kda_prefill_sm90") == found
+    with pytest.raises(KernelUnavailable, match=r"for compute capability 9\.0, this GPU has 10\.0"):
+        loader.load("kda_prefill_sm90", 0)
+
+
 def test_missing_cupy_is_the_status(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     distributions(monkeypatch)
     status = status_of()

@@ -119,6 +119,8 @@ class Call:
     out: torch.Tensor
     final_state: torch.Tensor
     workspace: torch.Tensor
+    max_seqlen: int
+    """As an engine's host knows it."""
 
     @classmethod
     def make(cls, inputs: Inputs, provider: Provider) -> Call:
@@ -126,11 +128,13 @@ class Call:
         _, tokens, heads, dim = inputs.q.shape
         size = scratch_bytes(provider, tokens, len(inputs.initial_state), heads, dim, DTYPE, STATE_DTYPE)
         out, final_state = torch.full_like(inputs.q, torch.nan), torch.full_like(inputs.initial_state, torch.nan)
-        return cls(inputs, provider, out, final_state, inputs.q.new_empty(size, dtype=torch.uint8))
+        workspace = inputs.q.new_empty(size, dtype=torch.uint8)
+        return cls(inputs, provider, out, final_state, workspace, int(inputs.cu_seqlens.diff().max()))
 
     def __call__(self) -> None:
         tensors = [getattr(self.inputs, field.name) for field in dataclasses.fields(self.inputs)]
-        kda_prefill(*tensors, self.out, self.final_state, self.workspace, provider=self.provider)
+        buffers = self.out, self.final_state, self.workspace
+        kda_prefill(*tensors, *buffers, provider=self.provider, max_seqlen=self.max_seqlen)
 
 
 class Reference:

@@ -21,6 +21,7 @@ from vllm_kda_plugin.kda import providers
 from vllm_kda_plugin.kda.prefill import kda_prefill
 from vllm_kda_plugin.kda.providers import PROVIDERS, Provider
 from vllm_kda_plugin.kda.workspace import KdaWorkspace
+from vllm_kda_plugin.kernels import kda_native
 
 TOKENS = (1, 32, 64, 128, 256, 512, 1024, 2048)
 HEADS = 12
@@ -87,7 +88,7 @@ def make_ways(provider: Provider, tokens: int, device: torch.device) -> dict[str
     rows = torch.arange(3, 3 + sequences, dtype=torch.int32, device=device)
     has_state = torch.arange(sequences, device=device) % 2 == 0
     state = pool, rows, has_state
-    layer = KdaWorkspace(max(TOKENS), MOST_SEQUENCES, HEADS, HEAD_DIM, DTYPE, STATE_DTYPE, provider)
+    layer = KdaWorkspace(max(TOKENS), MOST_SEQUENCES, HEADS, HEAD_DIM, DTYPE, STATE_DTYPE, (provider,))
     layer.reserve(checkpoint=False)
     ways: dict[str, Call] = {
         "before": functools.partial(_before, _ALLOCATING[provider.name], inputs, *state),
@@ -207,7 +208,21 @@ def _allocating_torch(x: Inputs, initial_state: torch.Tensor) -> tuple[torch.Ten
     return result.out.to(x.q.dtype), result.final_state
 
 
-_ALLOCATING = {"flashkda": _allocating_flashkda, "triton": _allocating_triton, "torch": _allocating_torch}
+def _allocating_native(x: Inputs, initial_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out, final_state = torch.empty_like(x.q), torch.empty_like(initial_state)
+    inputs = x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.cu_seqlens
+    size = PROVIDERS["native"].scratch_bytes(x.q.shape[1], len(initial_state), HEADS, HEAD_DIM)
+    workspace = torch.empty(size, dtype=torch.uint8, device=x.q.device)
+    kda_native.prefill(kda_native.Tensors(*inputs, out, final_state, initial_state), x.lower_bound, workspace)
+    return out, final_state
+
+
+_ALLOCATING = {
+    "flashkda": _allocating_flashkda,
+    "triton": _allocating_triton,
+    "torch": _allocating_torch,
+    "native": _allocating_native,
+}
 
 
 def _vllm_layer(

@@ -7,6 +7,7 @@ a batch are run by the stock layer, as a batch of their own.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,11 +22,12 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 
 from vllm_kda_plugin.config import SECTION, PluginConfig
+from vllm_kda_plugin.kda.fastest import Shape, candidates, fastest
 from vllm_kda_plugin.kda.prefill import kda_prefill
-from vllm_kda_plugin.kda.providers import Case, select
+from vllm_kda_plugin.kda.providers import PROVIDERS, Case, Provider, batch_invariant, select
 from vllm_kda_plugin.kda.short_conv import short_conv
 from vllm_kda_plugin.kda.workspace import KdaWorkspace
-from vllm_kda_plugin.kernels import states
+from vllm_kda_plugin.kernels import kda_native, states
 
 logger = init_logger("vllm.kda_plugin")
 
@@ -49,7 +51,7 @@ class KdaLayer:
     is_stock = False
     """Every batch is the stock layer's."""
     has_checkpoints = False
-    """Whether vLLM's class can take prefix-cache checkpoints inside a prefill."""
+    """Whether the batches of vLLM's class may ask for prefix-cache checkpoints inside a prefill."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,20 +62,27 @@ class KdaLayer:
         self.bound = self.gate_bound()
         choice: str = PluginConfig.from_vllm(vllm_config).prefill
         layer_kind = type(self).__bases__[-1].__name__
-        # Not compared with vLLM's own layers on a GPU yet: there only who names a kernel gets it.
-        self.is_stock = choice == "auto" and not self.on_cpu
+        self.case = self._case(vllm_config)
+        # Without times measured on this GPU only who names a kernel gets it there.
+        self.gpu = "" if self.on_cpu else current_platform.get_device_name()
+        self.multiprocessors = 0 if self.on_cpu else current_platform.num_compute_units()
+        self.candidates = candidates(self.case, self.gpu) if choice == "auto" and not self.on_cpu else ()
+        self.is_stock = choice == "auto" and not self.on_cpu and not self.candidates
         if self.is_stock:
             logger.info_once("KDA prefill of %s is vLLM's own; kda_plugin.prefill may name another.", layer_kind)
             return
-        self.provider = select(choice, self._case(vllm_config))
+        self.candidates = self.candidates or (select(choice, self.case),)
         self.workspace = self._workspace(vllm_config)
         self.workspace.reserve(checkpoint=self.takes_checkpoints)
         if choice != "auto":
             _hash_with_the_model(vllm_config, choice)
             _tell_if_overridden(vllm_config, choice)
         if current_platform.is_cuda():
-            states.load(torch.device(current_platform.device_type))
-        logger.info_once("KDA prefill of %s runs on %s.", layer_kind, self.provider.name)
+            device = torch.device(current_platform.device_type)
+            states.load(device)
+            if PROVIDERS["native"] in self.candidates:
+                kda_native.load(device)
+        logger.info_once("KDA prefill of %s runs on %s.", layer_kind, self.kernels)
 
     def gate_bound(self) -> float | None:
         """Lower bound of the gate, None for softplus."""
@@ -103,26 +112,63 @@ class KdaLayer:
             head_dim=self.head_dim,
             dtype=vllm_config.model_config.dtype,
             state_dtype=self.get_state_dtype()[1],  # type: ignore[attr-defined]
-            provider=self.provider,
+            providers=self.candidates,
         )
+
+    @property
+    def kernels(self) -> str:
+        """Names of what a prefill may run on."""
+        return " or ".join(provider.name for provider in self.candidates)
+
+    @property
+    def checkpoint_step(self) -> int:
+        """Tokens, of which the offset of a checkpoint inside a prefill is a multiple; 0: none may be asked for."""
+        if self.is_stock or self.on_cpu or not self.has_checkpoints:
+            return 0
+        return max(provider.checkpoint_step for provider in self.candidates)
 
     @property
     def takes_checkpoints(self) -> bool:
         """Whether a prefill may be asked for states inside it."""
-        return self.has_checkpoints and not self.on_cpu and bool(self.provider.checkpoint_step)
+        return bool(self.checkpoint_step)
 
-    def decide_checkpoints(self, **exporter: Any) -> None:
+    def choose(self, num_tokens: int, step: _Step) -> Provider:
+        """The kernel of a step."""
+        able = self.candidates
+        if step.checkpoint_offsets is not None:
+            able = tuple(provider for provider in able if provider.checkpoint_step == self.checkpoint_step)
+        if len(able) == 1 or num_tokens == 0 or batch_invariant():
+            return able[0]
+        shape = Shape(num_tokens, step.num_sequences, self.local_num_heads, step.max_seqlen)
+        return fastest(able, self.case, self.gpu, self.multiprocessors, shape)
+
+    def decide_checkpoints(self) -> None:
         """Ask vLLM for prefix-cache checkpoints inside a prefill if our kernel takes them, whatever stock would do."""
         layer: Any = self
         if self.is_stock:
             return
-        if not self.takes_checkpoints:
-            layer.kda_prefill_backend = "triton"
-            return
-        from vllm.model_executor.layers.mamba.kda_checkpoint import FlashKDAPrefillCheckpointExporter
+        if hasattr(self, "kda_prefill_backend"):  # of classes that decide themselves
+            layer.kda_prefill_backend = "flashkda" if self.takes_checkpoints else "triton"
+        if self.takes_checkpoints:
+            from vllm.model_executor.layers.mamba.kda_checkpoint import FlashKDAPrefillCheckpointExporter
 
-        layer.kda_prefill_backend = "flashkda"
-        layer._checkpoint_exporter = FlashKDAPrefillCheckpointExporter(**exporter)
+            # What a prefill leaves of the convolution's window, which speculation makes longer.
+            layer._checkpoint_exporter = FlashKDAPrefillCheckpointExporter(state_len=layer.conv_size - 1)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        """As vLLM's class, but with a block for a checkpoint where our kernel takes one."""
+        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
+        if self.takes_checkpoints:
+            spec = dataclasses.replace(
+                spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=self.checkpoint_step
+            )
+        return spec
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        """Tokens, of which a checkpoint's offset is a multiple; None if there are none, or the class does not say."""
+        if self.takes_checkpoints:
+            return self.checkpoint_step
+        return super().get_prefill_checkpoint_alignment()  # type: ignore[misc]
 
     def stays_stock(self) -> bool:
         """Whether this step is the stock layer's: one without prefill, but on the CPU none."""
@@ -217,11 +263,12 @@ class KdaLayer:
             result,
             buffers.final_state,
             buffers.scratch,
-            provider=self.provider,
+            provider=self.choose(qkv[0].shape[0], step),
             checkpoint_state=buffers.checkpoint_state,
             checkpoint_offsets=step.checkpoint_offsets,
             state_indices=step.state_indices,
             has_initial_state=step.has_initial_state,
+            max_seqlen=step.max_seqlen,
         )
         if checkpoint is not None:
             self._checkpoint_exporter.export(  # type: ignore[attr-defined]
@@ -314,6 +361,8 @@ class _Step(NamedTuple):
     """``[N]`` bool"""
     checkpoint_offsets: torch.Tensor | None
     """``[N]``"""
+    max_seqlen: int | None
+    """No sequence has more tokens."""
 
 
 def _step(m: Any) -> _Step:
@@ -339,9 +388,19 @@ def _step(m: Any) -> _Step:
             state_indices,
             has_initial_state[:num_sequences],
             None if checkpoint is None else checkpoint.checkpoint_offsets[:num_sequences],
+            _max_seqlen(m),
         )
         setattr(m, _STEP, step)
     return step
+
+
+def _max_seqlen(m: Any) -> int | None:
+    """Of all sequences but speculative ones, rounded up; None where the batch's metadata does not say.
+
+    vLLM keeps on the host, for its convolution, how many blocks of so many tokens each of them has.
+    """
+    blocks: dict[int, dict[str, Any]] = getattr(m, "nums_dict", None) or {}
+    return min((size * int(of["nums"].max()) for size, of in blocks.items()), default=None)
 
 
 class _KimiLayer(KdaLayer):
@@ -350,6 +409,11 @@ class _KimiLayer(KdaLayer):
     gate_lower_bound: float | None
     conv1d: Any
     o_norm: Any
+    has_checkpoints = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.decide_checkpoints()
 
     def gate_bound(self) -> float | None:
         """See :class:`KdaLayer`."""
@@ -384,13 +448,7 @@ class _KimiLayer(KdaLayer):
 
 
 class _KimiK3Layer(_KimiLayer):
-    """``KimiK3DeltaAttention``: the same seam, checkpoints for the prefix cache."""
-
-    has_checkpoints = True
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.decide_checkpoints()
+    """``KimiK3DeltaAttention``: the same seam."""
 
     def get_attn_backend(self) -> Any:
         """vLLM's metadata for this layer is made by Triton kernels; on the CPU that of its other KDA layers serves."""
@@ -407,7 +465,7 @@ class _Glm5NextLayer(KdaLayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.decide_checkpoints(state_len=self.conv_size - 1)  # type: ignore[attr-defined]
+        self.decide_checkpoints()
 
     def gate_bound(self) -> float | None:
         """See :class:`KdaLayer`."""

@@ -37,12 +37,13 @@ def scratch_bytes(
     """Bytes of ``workspace`` with which :func:`kda_prefill` can run any call of these sizes.
 
     That is the kernel's own scratch, a dense copy of q, k, v and g if the kernel needs them dense, and the initial
-    states gathered from a pool.
+    states gathered from a pool if the kernel does not read them there.
     """
     parts = [provider.scratch_bytes(num_tokens, num_sequences, num_heads, head_dim)]
     if provider.dense_inputs:
         parts += [num_tokens * num_heads * head_dim * dtype.itemsize] * 4
-    parts.append(num_sequences * num_heads * head_dim * head_dim * state_dtype.itemsize)
+    if not provider.pools:
+        parts.append(num_sequences * num_heads * head_dim * head_dim * state_dtype.itemsize)
     return sum(map(_round_up, parts))
 
 
@@ -67,11 +68,12 @@ def kda_prefill(
     checkpoint_offsets: torch.Tensor | None = None,
     state_indices: torch.Tensor | None = None,
     has_initial_state: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run Kimi Delta Attention over N sequences of T tokens in all; see ``kda/reference.py`` for the mathematics.
 
-    In q, k, v, g and beta the distance from one token to the next is free, all else must be contiguous; every other
-    tensor must be contiguous.
+    In q, k, v, g and beta the distance from one token to the next is free, and for the kernel ``native`` the one from
+    head to head; all else must be contiguous. Every other tensor must be contiguous.
 
     Args:
         q: ``[1, T, H, D]``, normalised here, as k.
@@ -95,8 +97,10 @@ def kda_prefill(
             sequence. Unspecified where the offset is 0.
         checkpoint_offsets: ``[N]``, dtype of ``cu_seqlens``.
         state_indices: ``[N]`` int32 or int64, row in the pool of each sequence, no row twice but for row 0: no
-            sequence owns that in vLLM, whose warm-up names it for all.
+            sequence owns that in vLLM, whose warm-up names it for all. On a GPU a negative one is none: its sequence
+            starts from zeros, and leaves its state in ``final_state`` only.
         has_initial_state: ``[N]`` bool, with ``state_indices``: False for a sequence that starts from zeros.
+        max_seqlen: no sequence has more tokens than this, for a better plan; None if the host does not know.
 
     Returns:
         ``out`` and ``final_state``.
@@ -125,13 +129,17 @@ def kda_prefill(
         plan = _check_all(_Arguments(*required, *optional), lower_bound, provider)
         _LAST.call = _NO_CALL if addresses % plan.alignment else _LastCall(given, same_forms(tensors), plan)
     if q.is_cpu or (_CHECK and not torch.cuda.is_current_stream_capturing()):
-        _check_values(_Arguments(*required, *optional), provider.checkpoint_step)
+        _check_values(_Arguments(*required, *optional), provider, max_seqlen)
 
     pool = initial_state
     if plan.initial_state is not None:
         initial_state = plan.initial_state.of(workspace)
         plan.mover.gather(initial_state, pool, state_indices, has_initial_state)
-    if plan.empty:
+    if plan.empty and state_indices is not None and plan.initial_state is None:
+        if len(final_state):
+            plan.mover.gather(final_state, pool, state_indices, has_initial_state)
+            plan.mover.scatter(final_state, pool, state_indices)
+    elif plan.empty:
         if len(final_state):
             final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
     else:
@@ -157,6 +165,8 @@ def kda_prefill(
                 workspace[: plan.scratch_bytes],
                 checkpoint_state,
                 checkpoint_offsets,
+                *((state_indices, has_initial_state) if plan.initial_state is None else (None, None)),
+                max_seqlen,
             )
         )
     if plan.initial_state is not None:
@@ -254,11 +264,11 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
     tokens, per_head = (1, num_tokens, num_heads, head_dim), (1, num_tokens, num_heads)
     dense_states = (num_sequences, num_heads, head_dim, head_dim)
     floats, indices = (q.dtype,), (cu_seqlens.dtype,)
-    align = provider.alignment
+    align, strides = provider.alignment, ("tokens", "heads") if provider.strided_heads else ("tokens",)
     for name in "qkvg":
         align_input = 1 if provider.dense_inputs else align
-        _check(name, getattr(a, name), q, floats, tokens, strided=True, align=align_input)
-    _check("beta", a.beta, q, floats, per_head, strided=True)
+        _check(name, getattr(a, name), q, floats, tokens, strides=strides, align=align_input)
+    _check("beta", a.beta, q, floats, per_head, strides=strides)
     _check("A_log", a.A_log, q, (torch.float32,), (num_heads,), (1, 1, num_heads, 1))
     _check("dt_bias", a.dt_bias, q, (torch.float32,), (num_heads * head_dim,), (num_heads, head_dim), align=align)
     _check("cu_seqlens", cu_seqlens, q, _INDEX_DTYPES, (num_sequences + 1,))
@@ -267,7 +277,7 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
     if a.initial_state is not None and a.state_indices is None:
         _check("initial_state", a.initial_state, q, (state_dtype,), dense_states, align=align)
     elif a.initial_state is not None and a.state_indices is not None and a.has_initial_state is not None:
-        _check_pool(a.initial_state, q, state_dtype, dense_states)
+        _check_pool(a.initial_state, q, state_dtype, dense_states, align if provider.pools else 1)
         _check("state_indices", a.state_indices, q, _INDEX_DTYPES, (num_sequences,))
         _check("has_initial_state", a.has_initial_state, q, (torch.bool,), (num_sequences,))
     if a.checkpoint_state is not None and a.checkpoint_offsets is not None:
@@ -293,8 +303,11 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
         )
     initial_state, mover = None, states.IN_TORCH
     if a.initial_state is not None and a.state_indices is not None and num_sequences:
-        initial_state = parts.take(dense_states, state_dtype)
-        mover = states.mover(initial_state.of(a.workspace), a.initial_state, a.state_indices)
+        if provider.pools:
+            mover = states.mover(a.final_state, a.initial_state, a.state_indices)
+        else:
+            initial_state = parts.take(dense_states, state_dtype)
+            mover = states.mover(initial_state.of(a.workspace), a.initial_state, a.state_indices)
     return _Plan(
         alignment=workspace_align,
         empty=num_tokens == 0 or num_sequences == 0,
@@ -328,7 +341,7 @@ def _check(
     like: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
     *shapes: tuple[int, ...],
-    strided: bool = False,
+    strides: tuple[str, ...] = (),
     align: int = 1,
 ) -> None:
     """Device, dtype, shape, layout and alignment of one argument."""
@@ -338,13 +351,20 @@ def _check(
         raise refused(name, f"is {tensor.dtype}", " or ".join(map(str, dtypes)))
     if tuple(tensor.shape) not in shapes:
         raise _unfit(name, tensor, " or ".join(str(list(shape)) for shape in shapes))
-    if not (tensor.is_contiguous() or (strided and _tokens_apart(tensor))):
-        raise _unfit(name, tensor, "contiguous" + (" but for the distance between tokens" if strided else ""))
+    if not (tensor.is_contiguous() or (strides and _lies_apart(tensor, "heads" in strides))):
+        but = f" but for the distance between {' and between '.join(strides)}" if strides else ""
+        raise _unfit(name, tensor, f"contiguous{but}")
     if tensor.data_ptr() % align:
         raise refused(name, f"starts at address {tensor.data_ptr():#x}", f"at a multiple of {align} bytes")
+    for dim, what in enumerate(strides, 1):
+        apart = tensor.stride(dim) * tensor.itemsize
+        if tensor.shape[dim] > 1 and apart % align:
+            raise refused(name, f"has {what} {apart} bytes apart", f"a multiple of {align} bytes apart")
 
 
-def _check_pool(pool: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, states: tuple[int, ...]) -> None:
+def _check_pool(
+    pool: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, states: tuple[int, ...], align: int
+) -> None:
     if pool.device != like.device:
         raise refused("initial_state", f"is on {pool.device}", f"on {like.device} as q is")
     if pool.dtype != dtype:
@@ -354,9 +374,12 @@ def _check_pool(pool: torch.Tensor, like: torch.Tensor, dtype: torch.dtype, stat
         raise _unfit("initial_state", pool, f"a pool [P, {', '.join(map(str, states[1:]))}]")
     if not pool[:1].is_contiguous() or (pool.shape[0] > 1 and pool.stride(0) < size):
         raise _unfit("initial_state", pool, "contiguous but for the distance between rows of the pool")
+    if pool.data_ptr() % align or (pool.stride(0) * pool.itemsize) % align:
+        found = f"starts at address {pool.data_ptr():#x} with rows {pool.stride(0) * pool.itemsize} bytes apart"
+        raise refused("initial_state", found, f"both multiples of {align} bytes")
 
 
-def _check_values(a: _Arguments, checkpoint_step: int) -> None:
+def _check_values(a: _Arguments, provider: Provider, max_seqlen: int | None) -> None:
     """Refuse wrong values of index tensors, and memory that is written and used for something else too.
 
     On a GPU this synchronises.
@@ -365,6 +388,9 @@ def _check_values(a: _Arguments, checkpoint_step: int) -> None:
     lens = [end - start for start, end in itertools.pairwise(bounds)]
     if bounds[0] != 0 or min(lens, default=0) < 0 or bounds[-1] > num_tokens:
         raise refused("cu_seqlens", f"is {bounds}", f"ascending from 0 to at most the {num_tokens} tokens of q")
+    if max_seqlen is not None and max(lens, default=0) > max_seqlen:
+        raise refused("max_seqlen", f"is {max_seqlen}", f"at least {max(lens)}, as the longest sequence")
+    checkpoint_step = provider.checkpoint_step
     offsets = [] if a.checkpoint_offsets is None else a.checkpoint_offsets.tolist()
     if any(not 0 <= at <= length or at % checkpoint_step for at, length in zip(offsets, lens, strict=False)):
         raise refused(
@@ -372,8 +398,9 @@ def _check_values(a: _Arguments, checkpoint_step: int) -> None:
         )
     if a.state_indices is not None and a.initial_state is not None:
         rows, num_rows = a.state_indices.tolist(), len(a.initial_state)
-        owned = [row for row in rows if row != 0]
-        if len(set(owned)) < len(owned) or not all(0 <= row < num_rows for row in rows):
+        there = [row for row in rows if row >= 0 or not a.q.is_cuda]
+        owned = [row for row in there if row != 0]
+        if len(set(owned)) < len(owned) or not all(0 <= row < num_rows for row in there):
             raise refused("state_indices", f"is {rows}", f"different rows from 0 to {num_rows - 1}")
     ends = {name: _ends(x) for name, x in a._asdict().items() if x is not None and x.numel()}
     for name in ("out", "final_state", "workspace", "checkpoint_state"):
@@ -388,8 +415,15 @@ def _ends(x: torch.Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + reach * x.itemsize
 
 
-def _tokens_apart(tensor: torch.Tensor) -> bool:
-    """Whether all but the distance between tokens, which must not be less than a token, is contiguous."""
+def _lies_apart(tensor: torch.Tensor, heads: bool) -> bool:
+    """Whether all but the distance between tokens, which must not be less than a token, is contiguous.
+
+    Args:
+        tensor: ``[1, T, H, ...]``
+        heads: whether the distance between heads is free, and with it the other.
+    """
+    if heads:
+        return tensor[:, :1, :1].is_contiguous()
     token = tensor[:, :1]
     return token.is_contiguous() and (tensor.shape[1] < 2 or tensor.stride(1) >= token.numel())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -12,11 +13,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm_kda_plugin.kda.reference import chunked
+from vllm_kda_plugin.kernels import kda_native
 
 _FLASHKDA_OF_VLLM, _FLASHKDA_PACKAGE = "vllm._flashkda_C", "flash_kda_C"
 _FLASHKDA_GPUS = (9, 10, 12)  # Major compute capabilities that vLLM compiles FlashKDA for.
 _FLASHKDA_LEAST_BOUND = -5.0  # 16 tokens of it are 80 nats; from 88 on float32 overflows.
 _FLASHKDA_CHECKPOINT_STEP = 16
+_NATIVE_GPU = (9, 0)
+_NATIVE_LEAST_BOUND = -5.0  # 16 tokens of it are 116 powers of two; bfloat16 ends at 127.
 _FLASH_DTYPES = (torch.bfloat16,)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,7 +49,8 @@ class Case:
 class Call(NamedTuple):
     """The checked tensors of one prefill, as :func:`vllm_kda_plugin.kda.prefill.kda_prefill` takes them.
 
-    States are dense ``[N, H, V, K]`` here; ``scratch`` is the provider's own part of the workspace.
+    States are dense ``[N, H, V, K]`` here, but for ``initial_state`` where ``state_indices`` is given, to a provider of
+    pools only: then it is the pool. ``scratch`` is the provider's own part of the workspace.
     """
 
     q: torch.Tensor
@@ -63,6 +68,9 @@ class Call(NamedTuple):
     scratch: torch.Tensor
     checkpoint_state: torch.Tensor | None
     checkpoint_offsets: torch.Tensor | None
+    state_indices: torch.Tensor | None = None
+    has_initial_state: torch.Tensor | None = None
+    max_seqlen: int | None = None
 
 
 class Provider(Protocol):
@@ -71,8 +79,12 @@ class Provider(Protocol):
     name: str
     dense_inputs: bool
     """Whether q, k, v and g must be contiguous; else the distance from token to token is free."""
+    strided_heads: bool
+    """Whether the distance from head to head is free too, in q, k, v, g and beta."""
+    pools: bool
+    """Whether it reads and writes the rows of a pool of states itself; else it is given dense ones."""
     alignment: int
-    """Bytes at which every tensor must start."""
+    """Bytes at which every tensor must start, and of which the distance from token to token is a multiple."""
 
     @property
     def checkpoint_step(self) -> int:
@@ -100,6 +112,8 @@ class TorchProvider:
     """The chunk form in torch: the path of the CPU, exact for every gate, head size and dtype."""
 
     name = "torch"
+    strided_heads = False
+    pools = False
     dense_inputs = False
     alignment = 1
     checkpoint_step = 1
@@ -138,6 +152,8 @@ class TritonProvider:
     """vLLM's chunk kernels in Triton: both gates, any NVIDIA GPU that vLLM supports, some 15 launches a call."""
 
     name = "triton"
+    strided_heads = False
+    pools = False
     dense_inputs = True  # vLLM makes them so itself, by an allocation each
     alignment = 16
     checkpoint_step = 0
@@ -220,6 +236,8 @@ class FlashKdaProvider:
     """
 
     name = "flashkda"
+    strided_heads = False
+    pools = False
     dense_inputs = True
     alignment = 16
 
@@ -279,6 +297,70 @@ class FlashKdaProvider:
         )
 
 
+class NativeProvider:
+    """Our own kernel for Hopper: both gates, heads of 128, bfloat16, states carried in float32."""
+
+    name = "native"
+    strided_heads = True
+    dense_inputs = False
+    pools = True
+    alignment = 16
+    checkpoint_step = kda_native.CHUNK
+
+    def why_not(self, case: Case) -> str | None:
+        """See :class:`Provider`."""
+        if case.device != "cuda" or case.capability is None:
+            return f"it needs a GPU, this layer is on {case.device}"
+        if case.capability != _NATIVE_GPU:
+            return f"it needs compute capability 9.0, this GPU has {case.capability[0]}.{case.capability[1]}"
+        if case.lower_bound is not None and not _NATIVE_LEAST_BOUND <= case.lower_bound < 0:
+            return f"it needs a lower bound in [{_NATIVE_LEAST_BOUND}, 0), this layer's is {case.lower_bound}"
+        if case.head_dim != kda_native.HEAD_DIM:
+            return f"it needs heads of {kda_native.HEAD_DIM}, this layer's are {case.head_dim}"
+        return (
+            _unlike("dtype", case.dtype, _FLASH_DTYPES)
+            or _unlike("state dtype", case.state_dtype, (torch.float32, torch.bfloat16))
+            or _missing("cupy")
+        )
+
+    def scratch_bytes(self, num_tokens: int, num_sequences: int, num_heads: int, head_dim: int) -> int:
+        """Of the segments of long sequences; bounded, whatever the call."""
+        return kda_native.workspace_bytes(num_tokens, num_heads)
+
+    def run(self, call: Call) -> None:
+        """One launch, or two or three where sequences are cut into segments."""
+        tensors = kda_native.Tensors(
+            q=call.q,
+            k=call.k,
+            v=call.v,
+            g=call.g,
+            beta=call.beta,
+            A_log=call.A_log,
+            dt_bias=call.dt_bias,
+            cu_seqlens=call.cu_seqlens,
+            out=call.out,
+            final_state=call.final_state,
+            initial_state=call.initial_state,
+            state_indices=call.state_indices,
+            has_initial_state=call.has_initial_state,
+            checkpoint_state=call.checkpoint_state,
+            checkpoint_offsets=call.checkpoint_offsets,
+        )
+        kda_native.prefill(
+            tensors,
+            call.lower_bound,
+            call.scratch,
+            max_seqlen=call.max_seqlen,
+            batch_invariant=batch_invariant(),
+        )
+
+
+@functools.cache
+def batch_invariant() -> bool:
+    """vLLM's own switch: a sequence's result must not depend on the batch."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
+
+
 @functools.cache
 def flashkda() -> tuple[Callable[..., None], bool]:
     """FlashKDA's function, and whether it is the one in vLLM, which takes checkpoints and int32 ``cu_seqlens``."""
@@ -294,9 +376,10 @@ def _flashkda_scratch_bytes(num_tokens: int, num_sequences: int, num_heads: int)
 
 
 PROVIDERS: dict[str, Provider] = {
-    provider.name: provider for provider in (FlashKdaProvider(), TritonProvider(), TorchProvider())
+    provider.name: provider for provider in (FlashKdaProvider(), TritonProvider(), TorchProvider(), NativeProvider())
 }
-"""Best first."""
+"""Best first, but for those that are taken only when asked for, or by their times: see ``kda/fastest.py``."""
+_ONLY_BY_NAME = ("native",)
 
 
 def select(choice: str, case: Case) -> Provider:
@@ -309,17 +392,16 @@ def select(choice: str, case: Case) -> Provider:
     Raises:
         ValueError: what was chosen cannot run this layer here, with the reason.
     """
-    if choice == "native":
-        raise ValueError(f"kda_plugin.prefill = native cannot be had: this version has no such kernel; {_usable(case)}")
     if choice != "auto":
         reason = PROVIDERS[choice].why_not(case)
         if reason:
             raise ValueError(f"kda_plugin.prefill = {choice} cannot run this layer: {reason}; {_usable(case)}")
         return PROVIDERS[choice]
-    for provider in PROVIDERS.values():
+    automatic = {name: provider for name, provider in PROVIDERS.items() if name not in _ONLY_BY_NAME}
+    for provider in automatic.values():
         if provider.why_not(case) is None:
             return provider
-    reasons = "; ".join(f"{name}: {provider.why_not(case)}" for name, provider in PROVIDERS.items())
+    reasons = "; ".join(f"{name}: {provider.why_not(case)}" for name, provider in automatic.items())
     raise ValueError(f"no KDA prefill can run this layer: {reasons}")
 
 

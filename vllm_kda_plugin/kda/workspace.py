@@ -38,7 +38,7 @@ class KdaWorkspace:
         head_dim: of keys and values.
         dtype: of the output.
         state_dtype: of the states.
-        provider: the kernel.
+        providers: the kernels that a step may take.
     """
 
     max_tokens: int
@@ -47,7 +47,7 @@ class KdaWorkspace:
     head_dim: int
     dtype: torch.dtype
     state_dtype: torch.dtype
-    provider: Provider
+    providers: tuple[Provider, ...]
 
     def specs(self, num_tokens: int, num_sequences: int) -> tuple[_Spec, ...]:
         """Shape and dtype of each buffer, in the order of :class:`Buffers`.
@@ -61,9 +61,10 @@ class KdaWorkspace:
                 f"(--max-num-batched-tokens) in {self.max_sequences} sequences (--max-num-seqs)"
             )
         size = num_tokens, num_sequences, self.num_heads, self.head_dim
+        scratch = max(scratch_bytes(provider, *size, self.dtype, self.state_dtype) for provider in self.providers)
         state = (num_sequences, self.num_heads, self.head_dim, self.head_dim)
         return (
-            ((scratch_bytes(self.provider, *size, self.dtype, self.state_dtype),), torch.uint8),
+            ((scratch,), torch.uint8),
             (state, self.state_dtype),
             ((1, num_tokens, self.num_heads, self.head_dim), self.dtype),
             (state, self.state_dtype),

@@ -6,11 +6,15 @@ at first use by NVRTC, which CuPy keeps on disk. Nothing links against torch or 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
+import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,8 +35,15 @@ KERNELS: dict[str, tuple[str, ...]] = {
         *(f"gather_{form}_{name}" for form in ("classic", "elements") for name in ("4", "2", "1", *_DEQUANTIZE)),
     ),
     "kda_states": ("gather_states", "scatter_states"),
+    "kda_prefill_sm90": (
+        *(f"kda_prefill_{gate}_{values}" for gate in ("bounded", "softplus") for values in (128, 64)),
+        *("kda_segments_bounded", "kda_segments_softplus", "kda_combine"),
+    ),
 }
 """Every file in ``csrc/`` and its entry points, all loaded together."""
+
+ONLY_ON = {"kda_prefill_sm90": (9, 0)}
+"""Compute capability of the only GPUs that a kernel is for, where it is for some only."""
 
 FATBINS = Path(__file__).parent / "fatbin"
 SOURCES = (Path(__file__).parent / "csrc", Path(__file__).parents[2] / "csrc")
@@ -46,6 +57,10 @@ class KernelUnavailable(RuntimeError):
     """A kernel cannot be had on this machine; the message says why and what to do."""
 
 
+class OtherGpu(KernelUnavailable):
+    """A kernel is for GPUs of another kind than this one."""
+
+
 class CuPyUnavailable(KernelUnavailable, ImportError):
     """CuPy is missing, or made for another CUDA than torch is."""
 
@@ -55,10 +70,10 @@ class KernelStatus:
     """Where a kernel comes from on the current GPU."""
 
     name: str
-    state: Literal["prebuilt", "runtime", "none"]
-    """In the package's fatbin, compiled here at first use, or not available."""
+    state: Literal["prebuilt", "runtime", "other", "none"]
+    """In the package's fatbin, compiled here at first use, for other GPUs than this one, or not available."""
     detail: str = ""
-    """Why it is not prebuilt, or not available."""
+    """Why it is not prebuilt, for which GPUs it is, or why it is not available."""
 
 
 class Kernel:
@@ -81,6 +96,7 @@ class Kernel:
         constants: Sequence[int],
         *,
         comes_early: bool = False,
+        shared_bytes: int = 0,
     ) -> Launch:
         """A launch of which all but the pointers is known.
 
@@ -92,14 +108,22 @@ class Kernel:
             constants: the integers that follow them.
             comes_early: let it be launched while the kernel before it in the stream ends, where the GPU can, Hopper
                 and later. It must wait for that kernel before it touches memory.
+            shared_bytes: of dynamic shared memory for each block.
 
         Raises:
             ValueError: more thread blocks than a grid can have.
+            KernelUnavailable: a block cannot have so much shared memory.
         """
         if blocks >= 1 << 31:
             raise ValueError(f"{entry} would need {blocks:,} thread blocks, of which a grid has at most {2**31 - 1:,}")
-        early = comes_early and self._can_come_early
-        return Launch(self.device, self, self._functions[entry].ptr, blocks, threads, num_pointers, constants, early)
+        early, handle = comes_early and self._can_come_early, self._functions[entry].ptr
+        if shared_bytes > _SHARED_BYTES:
+            error = _cuda_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+            if error:
+                raise KernelUnavailable(
+                    f"{entry} needs {shared_bytes:,} bytes of shared memory a block, which the driver refuses ({error})"
+                )
+        return Launch(self.device, self, handle, blocks, threads, num_pointers, constants, early, shared_bytes)
 
 
 class _Config(ctypes.Structure):
@@ -119,6 +143,8 @@ class _Attribute(ctypes.Structure):
     _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
 
 
+_SHARED_BYTES = 48 << 10  # that any block may have
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _COMES_EARLY = _Attribute(id=6, value=(ctypes.c_int * 16)(1))  # programmatic stream serialization: allowed
 
 
@@ -135,11 +161,12 @@ class Launch:
         num_pointers: int,
         constants: Sequence[int],
         comes_early: bool,
+        shared_bytes: int,
     ) -> None:
         self._device, self._handle = device, handle
         self._owner = owner  # of the handle
         attributes = ctypes.addressof(_COMES_EARLY) if comes_early else None
-        self._config = _Config(blocks, 1, 1, threads, 1, 1, 0, None, attributes, int(comes_early))
+        self._config = _Config(blocks, 1, 1, threads, 1, 1, shared_bytes, None, attributes, int(comes_early))
         self._struct = (ctypes.c_longlong * (num_pointers + len(constants)))(*[0] * num_pointers, *constants)
         self._num_pointers = num_pointers
         self._threads = threading.local()
@@ -192,6 +219,7 @@ class Launch:
 def _cuda_driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
+    driver.cuFuncSetAttribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
     return driver
 
 
@@ -226,6 +254,8 @@ def kernel_status() -> list[KernelStatus]:
             # A build without CUDA has no current device; load() says so.
             device = torch.cuda.current_device() if torch.version.cuda and torch.cuda.is_available() else 0
             found.append(load(name, device).status)
+        except OtherGpu as error:
+            found.append(KernelStatus(name, "other", str(error)))
         except Exception as error:  # torch, CuPy and drivers fail in many ways, and this is how people learn of it
             found.append(KernelStatus(name, "none", str(error) or type(error).__name__))
     return found
@@ -258,6 +288,9 @@ def _load(name: str, device: int) -> Kernel:
             f"kernel {name} is not loaded on cuda:{device} and cannot be while a CUDA graph is captured; "
             f"call load({name!r}, {device}) before the capture"
         )
+    wanted, found = ONLY_ON.get(name), torch.cuda.get_device_capability(device)
+    if wanted and wanted != found:
+        raise OtherGpu(f"it is for compute capability {wanted[0]}.{wanted[1]}, this GPU has {found[0]}.{found[1]}")
     check_cupy(torch.version.cuda)
     try:
         import cupy
@@ -279,10 +312,47 @@ def _load(name: str, device: int) -> Kernel:
         if source is None:
             raise KernelUnavailable(f"kernel {name}: {why_not_prebuilt}, and its source is missing; reinstall")
         try:
-            module = cupy.RawModule(code=source.read_text(encoding="utf-8"), options=("-std=c++17",))
+            if wanted:
+                module = cupy.cuda.Module()
+                module.load(_compile(source, f"sm_{wanted[0]}{wanted[1]}a"))
+            else:
+                module = cupy.RawModule(
+                    code=source.read_text(encoding="utf-8"), options=("-std=c++17", f"-I{source.parent}")
+                )
             return Kernel(device, _functions(module, name), KernelStatus(name, "runtime", why_not_prebuilt))
         except Exception as error:
             raise KernelUnavailable(f"kernel {name}: {why_not_prebuilt}, and compiling it failed: {error}") from error
+
+
+def _compile(source: Path, arch: str) -> bytes:
+    """Machine code that uses what one kind of GPU alone has, such as ``sm_90a``: CuPy asks NVRTC for ``sm_90`` only.
+
+    It is kept in CuPy's folder, under the hash of the source and of all headers.
+    """
+    from cupy_backends.cuda.libs import nvrtc
+
+    headers = {path.name.encode(): path.read_bytes() for path in sorted(source.parent.glob("*.cuh"))}
+    text = source.read_text(encoding="utf-8")
+    parts = arch.encode(), str(nvrtc.getVersion()).encode(), text.encode(), *headers, *headers.values()
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    kept = folder / f"{source.stem}_{digest}.cubin"
+    with contextlib.suppress(OSError):
+        return kept.read_bytes()
+    program = nvrtc.createProgram(text, source.name, tuple(headers.values()), tuple(headers))
+    try:
+        nvrtc.compileProgram(program, ("-std=c++17", f"-arch={arch}"))
+        cubin: bytes = nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(nvrtc.getProgramLog(program) or str(error)) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    with contextlib.suppress(OSError):  # a folder that cannot be written costs the next process the time again
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as half:
+            half.write(cubin)
+        os.replace(half.name, kept)
+    return cubin
 
 
 def _find_source(name: str) -> Path | None:
@@ -295,10 +365,13 @@ def _why_not_fresh(name: str, source: Path | None) -> str:
     if not fatbin.exists():
         return "no fatbin was built"
     # In a checkout the source may have been edited since. A wheel's files are as old as each other, about.
-    if source is not None and source.parent == SOURCES[1] and source.stat().st_mtime > fatbin.stat().st_mtime:
-        return "the fatbin is older than its source"
+    if source is not None and source.parent == SOURCES[1]:
+        sources = [source, *source.parent.glob("*.cuh")]
+        if max(path.stat().st_mtime for path in sources) > fatbin.stat().st_mtime:
+            return "the fatbin is older than its source"
     return ""
 
 
 def _functions(module: Any, name: str) -> dict[str, Any]:
-    return {entry: module.get_function(entry).kernel for entry in KERNELS[name]}
+    found = {entry: module.get_function(entry) for entry in KERNELS[name]}
+    return {entry: getattr(function, "kernel", function) for entry, function in found.items()}
