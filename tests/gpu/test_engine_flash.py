@@ -68,9 +68,9 @@ class Models:
         self.root = root
         self.stock: dict[str, Run] = {}
 
-    def path(self, numbers: Numbers, model_type: str = "llama", **config: Any) -> str:
-        folder = self.root / f"{model_type}-{numbers.layers}"
-        return str(write_model(folder, model_type, num_hidden_layers=numbers.layers, **MODEL, **config))
+    def path(self, numbers: Numbers, **config: Any) -> str:
+        folder = self.root / "-".join([str(numbers.layers), *config])
+        return str(write_model(folder, num_hidden_layers=numbers.layers, **MODEL, **config))
 
     def check(
         self,
@@ -147,7 +147,7 @@ def test_preemption(models: Models) -> None:
 
 
 def test_sliding_window(models: Models) -> None:
-    path = models.path(TWO_LAYERS, "mistral", sliding_window=300)
+    path = models.path(TWO_LAYERS, sliding_window=300, layer_types=["sliding_attention", "full_attention"])
     texts = prompts(6, 1500, shortest=500)
     ours = models.check(texts, model=path, **CHUNKED)
     assert ours.gathers > 0

@@ -69,7 +69,10 @@ def make_layer(shape: Shape, settings: dict[str, Any], monkeypatch: pytest.Monke
             rswa_window=None, is_mm_prefix_lm=False, hf_config=SimpleNamespace(model_type="llama"), is_diffusion=False
         ),
         parallel_config=SimpleNamespace(
-            cp_kv_cache_interleave_size=1, prefill_context_parallel_size=1, decode_context_parallel_size=1
+            use_ubatching=False,
+            cp_kv_cache_interleave_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(cudagraph_mode=modes.PIECEWISE, max_cudagraph_capture_size=8),
