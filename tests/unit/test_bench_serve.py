@@ -18,7 +18,7 @@ from vllm_kda_plugin.bench import serve, serve_plot
 from vllm_kda_plugin.bench.serve_engine import BenchError, Engine, prepare_environment
 from vllm_kda_plugin.tiny_model import write_config
 
-LOAD = serve.Load((30, 50), 8192, 2, 3, 4, 5)
+LOAD = serve.Load((30, 50), 8192, 2, 2, 3, 400, 5)
 
 
 class Generator:
@@ -58,8 +58,8 @@ def sampling(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_are_asked_the_same_in_turn_and_new_prompts_each_round() -> None:
     asked: list[tuple[str, int, int]] = []
     found = serve.measure([engine("A", asked=asked), engine("B", asked=asked)], LOAD)
-    # A round: two first tokens and three requests to decode, of both; a round to warm up comes first.
-    assert len(asked) == 3 * 2 * (2 + 3)
+    # A round: two first tokens and twice three requests to decode, of both; a round to warm up comes first.
+    assert len(asked) == 3 * 2 * (2 + 2 * 3)
     assert [name for name, *_ in asked[:: len(asked) // 3]] == ["B", "A", "B"]
     by_name: dict[str, list[tuple[int, int]]] = {"A": [], "B": []}
     for name, *what in asked:
@@ -69,10 +69,10 @@ def test_both_are_asked_the_same_in_turn_and_new_prompts_each_round() -> None:
     assert [row["prompt_tokens"] for row in found["first_token"]] == [30, 50]
     assert all(len(samples) == LOAD.rounds for row in found["first_token"] for samples in row["samples_s"])
     # Three requests of 4 further tokens in 2, 3 and 4 s: the median's pace.
-    assert found["decode"]["samples_tokens_per_s"] == [[3 * 4 / 3.0] * 2] * 2
+    assert found["decode"]["samples_tokens_per_s"] == [[3 * 4 / 3.0] * 4] * 2
     assert found["decode"]["ratio"] == 1
     assert found["tokens"]["first"]["prompts"] == 4
-    assert found["tokens"]["decoded"]["prompts"] == 6
+    assert found["tokens"]["decoded"]["prompts"] == 12
     assert found["tokens"]["decoded"]["differ_at"] == []
 
 
@@ -129,6 +129,7 @@ def test_another_backend_than_asked_for_is_an_error(backend: str, attention: dic
 def report(differ_at: Sequence[int] = ()) -> dict[str, Any]:
     return {
         "machine": {"device": "a GPU"},
+        "settings": {"enforce_eager": False},
         "load": dataclasses.asdict(LOAD),
         "engines": [
             {"backend": "CUSTOM", **OURS, "stats": {**RAN, "gather_calls": 1234}},
@@ -159,7 +160,9 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "First tokens of 2 prompts, 2 distinct ones: the same in both" in said
     assert "5 decoded tokens of 6 prompts, 9 distinct ones: the same in both" in said
     serve.show(report([7, 3]))
-    assert "9 distinct ones: different for 2, from token 7, 3 on" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "9 distinct ones: different for 2, from token 7, 3 on" in said
+    assert "Compare with --eager." in said
 
 
 def test_plot(tmp_path: Path) -> None:

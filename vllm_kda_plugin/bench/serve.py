@@ -43,12 +43,14 @@ _LARGE_MODEL: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What both engines are asked: each round a new prompt of every length, and a batch of prompts to decode from."""
+    """What both engines are asked: each round a new prompt of every length, and batches of prompts to decode from."""
 
     prompt_tokens: tuple[int, ...]
     chunk: int
     """Prompt tokens computed in one step."""
     rounds: int
+    decode_batches: int
+    """In a round: short, and at the mercy of the host, they vary more than long prompts do."""
     decode_requests: int
     decode_prompt_tokens: int
     decode_tokens: int
@@ -60,8 +62,8 @@ class Load:
         return max(max(self.prompt_tokens) + 1, self.decode_prompt_tokens + self.decode_tokens)
 
 
-GPU_LOAD = Load((32768, 65536, 131072), 8192, 7, 8, 1024, 257)
-CPU_LOAD = Load((256, 512, 1024), 128, 3, 2, 64, 17)
+GPU_LOAD = Load((32768, 65536, 131072), 8192, 7, 4, 8, 1024, 257)
+CPU_LOAD = Load((256, 512, 1024), 128, 3, 1, 2, 64, 17)
 
 
 def run(
@@ -176,12 +178,13 @@ def measure(engines: Sequence[Engine], load: Load) -> dict[str, Any]:
                 if number >= 0:
                     seconds[length][index].append(passed_s)
                     first[index].append(token)
-        batch = [prompt(load.decode_prompt_tokens) for _ in range(load.decode_requests)]
-        for index, engine in turns:
-            speed, tokens = engine.decode(batch, load.decode_tokens)
-            if number >= 0:
-                speeds[index].append(speed)
-                decoded[index] += tokens
+        for turn in range(load.decode_batches):
+            batch = [prompt(load.decode_prompt_tokens) for _ in range(load.decode_requests)]
+            for index, engine in turns[:: -1 if turn % 2 else 1]:
+                speed, tokens = engine.decode(batch, load.decode_tokens)
+                if number >= 0:
+                    speeds[index].append(speed)
+                    decoded[index] += tokens
     return {
         "first_token": [{"prompt_tokens": n, **compare(seconds[n], "s", smaller_is_faster=True)} for n in lengths],
         "decode": compare(speeds, "tokens_per_s", smaller_is_faster=False),
@@ -256,6 +259,8 @@ def show(report: dict[str, Any]) -> None:
         places = ", ".join(str(place) for place in found["differ_at"])
         said = f"different for {len(found['differ_at'])}, from token {places} on" if places else "the same in both"
         print(f"{title} of {found['prompts']} prompts, {found['distinct']} distinct ones: {said}")
+    if any(found["differ_at"] for found in report["tokens"].values()) and not report["settings"]["enforce_eager"]:
+        print("Each engine tunes the kernels of its compiled model: two of stock differ as well. Compare with --eager.")
 
 
 def _ratio_cells(row: dict[str, Any]) -> list[str]:
