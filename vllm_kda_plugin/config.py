@@ -38,7 +38,7 @@ class PluginConfig(BaseModel):
     log_stats: bool = False
     """Log the attention counters while requests are served, at most every 10 seconds, not only at shutdown."""
 
-    gather: Literal["auto", "always", "never"] = "never"
+    gather: Literal["auto", "always", "never"] = "auto"
     """On CUDA: attend to fresh or gathered K and V where that is predicted to be faster, wherever it can be done, or
     nowhere. The CPU's backend always gathers."""
 

@@ -32,7 +32,7 @@ def prepare_environment(offline: bool) -> None:
         offline: the model is on disk, so that no hub need be asked.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_KDA_GATHER": "auto"}
+    wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     wanted |= {"HF_HUB_OFFLINE": "1"} if offline else {}
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
