@@ -107,8 +107,11 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Norm of the difference over the norm of what is wanted, of the head that is worst; what is tiny counts as 0.001.
 
     Args:
-        found, wanted: ``[..., H, a, b]`` or, with a of 1, ``[H, b]``.
+        found, wanted: ``[..., H, a, b]`` or, with a of 1, ``[H, b]``. Of no elements the error is 0.
     """
+    assert found.shape == wanted.shape
+    if not wanted.numel():
+        return 0.0
     difference = (found.double() - wanted).flatten(1).norm(dim=1)
     size = wanted.flatten(1).square().mean(1).sqrt().clamp(min=1e-3) * wanted[0].numel() ** 0.5
     worst = (difference / size).max()
