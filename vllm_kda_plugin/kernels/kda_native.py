@@ -250,8 +250,8 @@ class Tensors(NamedTuple):
 
     Heads and tokens of q, k, v, g and beta may lie apart, rows of the pool too; channels and states are dense. q, k, v,
     g and ``out`` start at 16 bytes and lie apart by multiples of 16, states at 8. ``initial_state`` is the pool where
-    ``state_indices`` is given: a sequence whose row is not in it starts from zeros and leaves its state nowhere but in
-    ``final_state``.
+    ``state_indices`` is given, and ``final_state`` may be None then: it is all that a sequence whose row is not in the
+    pool leaves its state in, and that starts from zeros.
     """
 
     q: torch.Tensor
@@ -263,7 +263,7 @@ class Tensors(NamedTuple):
     dt_bias: torch.Tensor
     cu_seqlens: torch.Tensor
     out: torch.Tensor
-    final_state: torch.Tensor
+    final_state: torch.Tensor | None
     initial_state: torch.Tensor | None = None
     state_indices: torch.Tensor | None = None
     has_initial_state: torch.Tensor | None = None
@@ -273,7 +273,7 @@ class Tensors(NamedTuple):
     def constants(self, lower_bound: float | None, cut: Schedule) -> tuple[int, ...]:
         """The integers of the kernels' argument."""
         inputs, rows, pool = (self.q, self.k, self.v, self.g), self.state_indices, self.initial_state
-        size, state_size = self.q.itemsize, self.final_state.dtype
+        size, states = self.q.itemsize, pool if self.final_state is None else self.final_state
         return (
             self.q.shape[2],
             len(self.cu_seqlens) - 1,
@@ -281,7 +281,7 @@ class Tensors(NamedTuple):
             int(rows is not None and rows.dtype == torch.int64),
             len(pool) if rows is not None and pool is not None else 0,
             pool.stride(0) if rows is not None and pool is not None else 0,
-            int(state_size == torch.bfloat16),
+            int(states is not None and states.dtype == torch.bfloat16),
             *(x.stride(1) * size for x in inputs),
             self.beta.stride(1),
             *(x.stride(2) * size for x in inputs),
@@ -311,7 +311,7 @@ class Tensors(NamedTuple):
             address(self.initial_state),
             address(self.state_indices),
             address(self.has_initial_state),
-            self.final_state.data_ptr(),
+            address(self.final_state),
             address(self.checkpoint_state),
             address(self.checkpoint_offsets),
             workspace,
