@@ -34,8 +34,9 @@ def workspace(max_tokens: int = 64, max_sequences: int = 8) -> KdaWorkspace:
 
 
 def test_buffers_are_contiguous_aligned_and_apart() -> None:
-    buffers = workspace().take(10, 3, out=True, checkpoint=True)
+    buffers = workspace().take(10, 3, final_state=True, out=True, checkpoint=True)
     assert buffers.out is not None
+    assert buffers.final_state is not None
     assert buffers.checkpoint_state is not None
     assert buffers.out.shape == (1, 10, HEADS, DIM)
     assert buffers.final_state.shape == buffers.checkpoint_state.shape == (3, HEADS, DIM, DIM)
@@ -51,7 +52,7 @@ def test_slices_start_256_bytes_apart_whatever_their_sizes(heads: int, dim: int)
     layer = KdaWorkspace(613, 3, heads, dim, torch.bfloat16, torch.bfloat16, (TORCH,))
     layer.reserve(checkpoint=True)
     for num_tokens, num_sequences in itertools.product((1, 2, 17, 613), (1, 3)):
-        buffers = layer.take(num_tokens, num_sequences, out=True, checkpoint=True)
+        buffers = layer.take(num_tokens, num_sequences, final_state=True, out=True, checkpoint=True)
         starts = [x.data_ptr() for x in buffers if x is not None]
         assert len(starts) == 4
         assert all((start - starts[0]) % 256 == 0 for start in starts)
@@ -79,15 +80,26 @@ def test_any_allowed_step_fits_once_locked() -> None:
     for num_tokens in (0, 1, 17, 64):
         for num_sequences in (0, 1, 8):
             for wanted in (False, True):
-                layer.take(num_tokens, num_sequences, out=wanted, checkpoint=wanted)
+                layer.take(num_tokens, num_sequences, final_state=wanted, out=wanted, checkpoint=wanted)
     with pytest.raises(AssertionError, match="locked"):
         current_workspace_manager().get_simultaneous(((1 << 24,), torch.uint8))
+
+
+def test_no_states_are_reserved_for_a_kernel_that_writes_the_pool_itself() -> None:
+    from vllm.v1.worker.workspace import lock_workspace
+
+    layer = dataclasses.replace(workspace(), max_sequences=4096, providers=(PROVIDERS["native"],))
+    layer.reserve(checkpoint=False)
+    lock_workspace()
+    assert layer.take(64, 4096, final_state=False, out=True, checkpoint=False).final_state is None
+    with pytest.raises(AssertionError, match="locked"):
+        layer.take(64, 4096, final_state=True, out=True, checkpoint=False)
 
 
 @pytest.mark.parametrize("step", [(65, 1), (1, 9), (-1, 0)])
 def test_a_larger_step_is_refused(step: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"must be at most 64 tokens \(--max-num-batched-tokens\) in 8 sequences"):
-        workspace().take(*step, out=True, checkpoint=True)
+        workspace().take(*step, final_state=True, out=True, checkpoint=True)
 
 
 @dataclasses.dataclass
@@ -197,7 +209,7 @@ def test_a_profile_run_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(monkeypatch, None)
     layer._forward(**inputs(4))
     lock_workspace()
-    layer.workspace.take(64, 8, out=True, checkpoint=False)  # on the CPU no layer takes checkpoints
+    layer.workspace.take(64, 8, final_state=True, out=True, checkpoint=False)  # on the CPU no layer takes checkpoints
 
 
 def test_rows_of_a_wide_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import pathlib
 from collections.abc import Callable
@@ -18,41 +19,62 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from tests.support.kda_engine import Generated, generate, hybrid, kimi, random_prompts, ties
+from tests.support.kda_engine import Generated, generate, hybrid, kimi, random_prompts
+from tests.support.kda_watch import Watch
+from tests.support.ties import parted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.usefixtures("untuned_triton")]
 
 
 class Model(NamedTuple):
-    """A model, and what is expected of it."""
+    """A model, and what runs its prefills."""
 
     make: Callable[[], dict[str, Any]]
     layer: str
     """Class of the KDA layers."""
     kernel: str
-    """Of ours, on Hopper."""
-    tie: float = 1e-2
-    """Nats between two tokens that are as good as equally likely."""
+    """Of ours."""
+    error: float = 0.0
+    """Of each of ours' calls at most, against the reference in float64; 0 where stock runs the same kernel."""
 
 
+KIMI, K3, GLM = "KimiGatedDeltaNetAttention", "KimiK3DeltaAttention", "Glm5NextLinearAttention"
+BAILING = "BailingMoeV3KimiDeltaAttention"
 LINEAR = partial(kimi, full_rank=False, lower_bound=None)
-K3 = partial(kimi, full_rank=True, lower_bound=-5.0)
 BOUNDED = partial(kimi, full_rank=False, lower_bound=-5.0)
-BAILING = partial(hybrid, "BailingMoeV3KimiDeltaAttention")
-# Where ours has a kernel that rounds elsewhere than stock's.
-OTHER_KERNEL = 0.15
-MODELS = {
-    "kimi-linear": Model(LINEAR, "KimiGatedDeltaNetAttention", "triton"),
-    "kimi-linear bounded": Model(BOUNDED, "KimiGatedDeltaNetAttention", "triton"),
-    "kimi-linear by native": Model(LINEAR, "KimiGatedDeltaNetAttention", "native", OTHER_KERNEL),
-    "kimi-linear by flashkda": Model(BOUNDED, "KimiGatedDeltaNetAttention", "flashkda", OTHER_KERNEL),
-    "kimi-k3": Model(K3, "KimiK3DeltaAttention", "flashkda"),
-    "kimi-k3 by native": Model(K3, "KimiK3DeltaAttention", "native", OTHER_KERNEL),
-    "glm": Model(partial(hybrid, "Glm5NextLinearAttention"), "Glm5NextLinearAttention", "flashkda"),
-    "bailing": Model(BAILING, "BailingMoeV3KimiDeltaAttention", "triton"),
-    "bailing by flashkda": Model(BAILING, "BailingMoeV3KimiDeltaAttention", "flashkda", OTHER_KERNEL),
+FULL_RANK = partial(kimi, full_rank=True, lower_bound=-5.0)
+NATIVE, FLASHKDA = 1e-2, 3e-2  # see TOLERANCES in test_kda_prefill.py
+
+SAME_KERNEL = {
+    "kimi-linear": Model(LINEAR, KIMI, "triton"),
+    "kimi-linear bounded": Model(BOUNDED, KIMI, "triton"),
+    "kimi-k3": Model(FULL_RANK, K3, "flashkda"),
+    "glm": Model(partial(hybrid, GLM), GLM, "flashkda"),
+    "bailing": Model(partial(hybrid, BAILING), BAILING, "triton"),
 }
-OWN_MODELS = ("glm", "bailing")
+"""Ours runs what stock does."""
+OTHER_KERNEL = {
+    "own linear by native": Model(partial(hybrid, KIMI, None), KIMI, "native", NATIVE),
+    "own linear by flashkda": Model(partial(hybrid, KIMI), KIMI, "flashkda", FLASHKDA),
+    "own k3 by native": Model(partial(hybrid, K3), K3, "native", NATIVE),
+    "glm by native": Model(partial(hybrid, GLM), GLM, "native", NATIVE),
+    "bailing by native": Model(partial(hybrid, BAILING), BAILING, "native", NATIVE),
+}
+"""Ours rounds elsewhere: of models without experts the texts can be compared all the same."""
+EXPERTS = {
+    "kimi-linear by native": Model(LINEAR, KIMI, "native", NATIVE),
+    "kimi-k3 by native": Model(FULL_RANK, K3, "native", NATIVE),
+    "kimi-linear bounded by flashkda": Model(BOUNDED, KIMI, "flashkda", FLASHKDA),
+}
+"""Where another rounding makes a router choose another expert, and texts part anywhere: calls are compared."""
+MODELS = SAME_KERNEL | OTHER_KERNEL | EXPERTS
+OWN_MODELS = ("own", "glm", "bailing")
+TIE, OTHER_TIE, NOISE = 1e-2, 0.2, 0.3
+"""Nats between tokens as good as equally likely: of the same kernel, of another; and how far a token's log probability
+may move then. Logits of the tests' own models, in bfloat16, are 0.06 apart, and where all outputs and states are wrong
+by 1e-2, at random, log probabilities move by 0.12 at most, by 3e-2 by 0.24; a prompt whose state was lost moves by more
+than 0.3 in 17 of 25 texts.
+"""
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_model_len": 65536,
@@ -78,53 +100,90 @@ def plugin(kernel: str) -> dict[str, Any]:
     return {"kda_plugin": {"prefill": kernel}}
 
 
-def both(tmp_path: pathlib.Path, name: str, prompts: list[list[int]], **options: Any) -> tuple[Generated, list[str]]:
-    """Run stock and ours; the classes are asserted, and that the texts part at ties only."""
-    make, layer, kernel, tie = MODELS[name]
-    settings = SETTINGS | {"additional_config": plugin(kernel)} | options
-    if name == "glm":
+def ours(tmp_path: pathlib.Path, name: str, prompts: list[list[int]], **options: Any) -> Generated:
+    """Run ours; the class is asserted and, where stock has another kernel, that each call is near to the reference."""
+    make, layer, kernel, error = MODELS[name]
+    if name.startswith("glm"):
         try:
             importlib.import_module("vllm.models.glm5next.common.kda")
-        except ImportError as error:
-            pytest.skip(f"vLLM's GLM-5.3-Flash cannot be imported: {error}")
-    ours = generate(tmp_path / "ours", make(), prompts, ours=True, **settings)
+        except ImportError as failure:
+            pytest.skip(f"vLLM's GLM-5.3-Flash cannot be imported: {failure}")
+    watch = Watch(error) if error else None
+    settings = SETTINGS | {"additional_config": plugin(kernel)} | options
+    found = generate(tmp_path / "ours", make(), prompts, ours=True, watch=watch, **settings)
+    assert found.kda_layers == {f"Workspace{layer}: {kernel}"}
+    assert found.fewest_prefills > 0
+    if watch is not None:
+        watch.check()
+        assert watch.calls >= found.fewest_prefills  # but for those of the warm-up, of each of two or three layers
+        print(f"{name}: {watch.calls} calls, {watch.continued} sequences continued, {watch.checkpoints} checkpoints")
+        print(f"{name}: largest errors {watch.worst}")
+    return found
+
+
+def both(tmp_path: pathlib.Path, name: str, prompts: list[list[int]], **options: Any) -> Generated:
+    """Run ours and stock; their texts part at ties only."""
+    make, layer, _, error = MODELS[name]
+    found = ours(tmp_path, name, prompts, **options)
+    settings = SETTINGS | {"additional_config": {}} | options
     stock = generate(tmp_path / "stock", make(), prompts, ours=False, **settings)
     assert stock.kda_layers == {f"{layer}: stock"}
-    assert ours.kda_layers == {f"Workspace{layer}: {kernel}"}
-    assert ours.fewest_prefills > 0
     assert sum(len(set(tokens)) > 10 for tokens in stock.tokens) > 0.8 * len(prompts), "the texts hardly vary"
-    found = ties(stock, ours, tie)
-    for line in found:
+    tie, noise = (OTHER_TIE, NOISE) if error else (TIE, math.inf)
+    ties = parted(stock.tokens, found.tokens, stock.likely, found.likely, tie, noise)
+    for line in ties:
         print(f"tie: {name}, {line}")
-    assert len(found) <= max(1, len(prompts) // (2 if tie == OTHER_KERNEL else 10)), "\n".join(found)
-    return ours, found
+    # With another kernel half the texts part within 32 tokens.
+    assert len(ties) <= (0.9 if error else 0.1) * len(prompts), "\n".join(ties)
+    return found
 
 
-@pytest.mark.parametrize("mode", ["eager", "graphs"])
-@pytest.mark.parametrize("name", MODELS)
+MODES = {"eager": {"enforce_eager": True}, "graphs": GRAPHS}
+LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, *(37 * n % 900 + 3 for n in range(54))]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SAME_KERNEL)
 def test_tokens_of_stock(tmp_path: pathlib.Path, name: str, mode: str) -> None:
     """64 prompts at once, and among them two of 60 thousand tokens, in chunks."""
-    lengths = [1, 2, 15, 16, 17, 63, 64, 65, *(37 * n % 900 + 3 for n in range(54)), 60_000, 61_234]
-    how: dict[str, Any] = {"enforce_eager": True} if mode == "eager" else GRAPHS
-    ours, _ = both(tmp_path, name, random_prompts(lengths), **how)
-    assert ours.fewest_prefills > 14
+    found = both(tmp_path, name, random_prompts([*LENGTHS, 60_000, 61_234]), **MODES[mode])
+    assert found.fewest_prefills > 14
 
 
-@pytest.mark.parametrize("name", ["kimi-linear", "kimi-linear by native", "kimi-k3", "kimi-k3 by native", "glm"])
+@pytest.mark.parametrize("name", OTHER_KERNEL)
+def test_tokens_of_stock_by_another_kernel(tmp_path: pathlib.Path, name: str) -> None:
+    """64 prompts at once, the longest in chunks."""
+    found = both(
+        tmp_path, name, random_prompts([*LENGTHS, 3000, 9000]), enforce_eager=True, max_num_batched_tokens=2048
+    )
+    assert found.fewest_prefills > 14
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_calls_by_another_kernel(tmp_path: pathlib.Path, name: str, mode: str) -> None:
+    """The same prompts, and one of 12 thousand tokens."""
+    found = ours(tmp_path, name, random_prompts([*LENGTHS, 3000, 12_000]), max_num_batched_tokens=4096, **MODES[mode])
+    assert found.fewest_prefills > 7
+
+
+@pytest.mark.parametrize("name", ["kimi-k3", "own linear by native", "own k3 by native"])
 def test_prefix_cache_hits(tmp_path: pathlib.Path, name: str) -> None:
+    """In the second round, from a checkpoint inside the first round's prefills."""
     shared = random_prompts([9000], seed=7)[0]
     prompts = [shared + tail for tail in random_prompts([300, 17, 2000, 5, 64, 128], seed=8)]
-    ours, _ = both(tmp_path, name, prompts, rounds=2, enforce_eager=True, enable_prefix_caching=True)
-    assert ours.cached_tokens > 0
+    found = both(tmp_path, name, prompts, rounds=2, enforce_eager=True, enable_prefix_caching=True)
+    assert found.cached_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["kimi-linear", "kimi-linear by native", "kimi-k3", "kimi-k3 by native"])
+@pytest.mark.parametrize("name", ["kimi-linear", "kimi-k3", "kimi-linear by native"])
 def test_speculative_tokens_beside_prefills(tmp_path: pathlib.Path, name: str) -> None:
     """Texts that repeat, so that their n-grams foretell something, started while others still decode."""
     prompts = [prompt * 12 for prompt in random_prompts([5 + n for n in range(24)], seed=3)]
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     options = {"max_num_seqs": 6, "max_num_batched_tokens": 128, "max_model_len": 4096, "max_tokens": 48}
-    both(tmp_path, name, prompts, enforce_eager=True, speculative_config=speculative, **options)
+    run = ours if name in EXPERTS else both
+    run(tmp_path, name, prompts, enforce_eager=True, speculative_config=speculative, **options)
 
 
 def test_steps_of_the_most_tokens_and_sequences(tmp_path: pathlib.Path) -> None:

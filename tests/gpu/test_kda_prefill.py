@@ -84,6 +84,20 @@ def test_heads_states_and_pools(
     assert bool((pages[:, 16 + pool[0].numel() :] == 0).all())
 
 
+@pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])
+def test_states_are_left_in_the_pool_only(lower_bound: float | None, provider: Provider) -> None:
+    """The same as with a dense copy of them, in segments too."""
+    args = make(provider, (2000, 0, 64, 1), lower_bound=lower_bound, pool=True)
+    alone = make(provider, (2000, 0, 64, 1), lower_bound=lower_bound, pool=True, final_state=None)
+    if not provider.pools:
+        refuses(alone, "^final_state is None")
+        return
+    kda_prefill(**args)
+    kda_prefill(**alone)
+    for name in ("initial_state", "out", "checkpoint_state"):
+        assert torch.equal(alone[name], args[name])
+
+
 def test_no_initial_state(provider: Provider) -> None:
     args = make(provider, initial_state=None)
     zeros = make(provider)
@@ -154,6 +168,10 @@ def test_no_tokens(lens: tuple[int, ...], provider: Provider) -> None:
     kda_prefill(**args)
     assert torch.equal(args["final_state"], before)
     assert torch.equal(args["initial_state"][rows], before)
+    if provider.pools:
+        args = make(provider, lens, pool=True, final_state=None)
+        kda_prefill(**args)
+        assert torch.equal(args["initial_state"][rows], before)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

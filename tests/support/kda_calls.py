@@ -82,9 +82,10 @@ def expected(args: Args, initial_state: torch.Tensor | None, dtype: torch.dtype 
 
 
 def rows_of_pool(args: Args) -> torch.Tensor:
-    """The initial states of a call with a pool."""
-    rows = args["initial_state"][args["state_indices"].long()]
-    return rows.masked_fill(~args["has_initial_state"][:, None, None, None], 0)
+    """The initial states of a call with a pool; zeros of a sequence whose row is not in it."""
+    pool, rows = args["initial_state"], args["state_indices"].long()
+    known = args["has_initial_state"] & (rows >= 0) & (rows < len(pool))
+    return pool[rows.where(known, 0)].masked_fill(~known[:, None, None, None], 0)
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:

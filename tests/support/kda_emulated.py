@@ -59,7 +59,14 @@ class EmulatedProvider:
     def run(self, call: Call) -> None:
         """Every kernel of the call, a block after another."""
         num_sequences, (num_tokens, num_heads) = len(call.cu_seqlens) - 1, call.q.shape[1:3]
-        cut = self.cut or kda_native.schedule(num_tokens, num_sequences, num_heads, 132, max_seqlen=call.max_seqlen)
+        cut = self.cut or kda_native.schedule(
+            num_tokens,
+            num_sequences,
+            num_heads,
+            132,
+            max_seqlen=call.max_seqlen,
+            bounded=call.lower_bound is not None,
+        )
         cut = cut._replace(slots=num_tokens // cut.segment_tokens) if cut.segment_tokens else cut
         workspace = torch.full((cut.workspace_bytes(num_heads) + 16,), 0xFF, dtype=torch.uint8)  # NaN
         tensors = Tensors(

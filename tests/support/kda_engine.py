@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from tests.support import kda_model
-from tests.support.engine import new_graph_pool
+from tests.support.engine import candidates, new_graph_pool
+from tests.support.kda_watch import Watch
 from vllm_kda_plugin.kda.layers import REPLACEMENTS, KdaLayer
 
 VOCABULARY = 2048
@@ -75,11 +76,11 @@ def kimi(*, full_rank: bool, lower_bound: float | None) -> dict[str, Any]:
     }
 
 
-def hybrid(kda_layer: str) -> dict[str, Any]:
-    """The tests' own model with vLLM's class of this name: KDA and attention layers by turns."""
+def hybrid(kda_layer: str, lower_bound: float | None = -5.0) -> dict[str, Any]:
+    """The tests' own model with vLLM's class of this name: KDA and attention layers by turns, no experts."""
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": VOCABULARY, "head_dim": 128}
     more: dict[str, Any] = {"max_position_embeddings": 131072, "torch_dtype": "bfloat16", "eos_token_id": 1}
-    return kda_model.config("kaka", -5.0, kda_layer, 8, 128, **sizes, **more)  # 8 heads: see kimi
+    return kda_model.config("kaka", lower_bound, kda_layer, 8, 128, **sizes, **more)  # 8 heads: see kimi
 
 
 @dataclasses.dataclass
@@ -111,6 +112,7 @@ def generate(
     max_tokens: int = 32,
     rounds: int = 1,
     between: Callable[[Any], None] | None = None,
+    watch: Watch | None = None,
     **engine: Any,
 ) -> Generated:
     """Generate greedily in a fresh engine with the same weights each time; what the last round did.
@@ -123,6 +125,7 @@ def generate(
         max_tokens: generated for each prompt.
         rounds: how often all prompts are sent.
         between: called with the engine before each round but the first.
+        watch: set on the rounds, not on the engine's own warm-up.
         engine: further arguments of ``vllm.LLM``.
     """
     from vllm import LLM, SamplingParams
@@ -141,13 +144,11 @@ def generate(
         for turn in range(rounds):
             if turn and between is not None:
                 between(llm)
-            outputs = llm.generate(requests, sampling, use_tqdm=False)
+            with contextlib.nullcontext() if watch is None else watch.watching():
+                outputs = llm.generate(requests, sampling, use_tqdm=False)
         return Generated(
             [list(output.outputs[0].token_ids) for output in outputs],
-            [
-                [{token: found.logprob for token, found in place.items()} for place in output.outputs[0].logprobs]
-                for output in outputs
-            ],
+            [candidates(output) for output in outputs],
             sum(output.num_cached_tokens or 0 for output in outputs),
             {f"{type(layer).__name__}: {layer.kernels if ours else 'stock'}" for layer in kda_layers},
             min((layer.prefills for layer in kda_layers if isinstance(layer, KdaLayer)), default=0),
@@ -158,21 +159,6 @@ def generate(
         gc.collect()
         new_graph_pool()
         cleanup_dist_env_and_memory()
-
-
-def ties(stock: Generated, ours: Generated, most: float) -> list[str]:
-    """Where the texts part, a line for each prompt that does; there the tokens must be within ``most`` nats."""
-    found = []
-    for n, (theirs, tokens) in enumerate(zip(stock.tokens, ours.tokens, strict=True)):
-        place = next((i for i, pair in enumerate(zip(theirs, tokens, strict=True)) if pair[0] != pair[1]), None)
-        if place is None:
-            continue
-        likely, other = stock.likely[n][place], tokens[place]
-        behind = likely[theirs[place]] - likely.get(other, -float("inf"))
-        line = f"prompt {n}, token {place}: {theirs[place]} and {other}, {behind:.1e} nats apart"
-        assert behind < most, f"no tie: {line}"
-        found.append(line)
-    return found
 
 
 @contextlib.contextmanager

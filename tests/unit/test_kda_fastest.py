@@ -41,7 +41,7 @@ def test_the_least_time_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MEASURED[GPU], ("flashkda", "bounded"), Times(0, 1e-6, 0, 0))
     assert fastest.fastest(among, BOUNDED, GPU, 132, shape) is PROVIDERS["flashkda"]
     assert fastest.fastest(among[:1], BOUNDED, GPU, 132, shape) is PROVIDERS["native"]
-    monkeypatch.setattr(kda_native, "predicted_us", lambda *shape: 0.0)
+    monkeypatch.setattr(kda_native, "predicted_us", lambda *shape, bounded: 0.0)
     fastest.fastest.cache_clear()
     assert fastest.fastest(among, BOUNDED, GPU, 132, shape) is PROVIDERS["native"]
     fastest.fastest.cache_clear()

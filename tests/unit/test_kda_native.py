@@ -129,12 +129,25 @@ def test_pool(index: torch.dtype, cut: Schedule) -> None:
     assert not pages[:, -32:].any()
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", [Schedule(2), Schedule(1, 16)], ids=str)
+def test_states_are_left_in_the_pool_only(cut: Schedule, state_dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"lower_bound": BOUND, "pool": True, "state_dtype": state_dtype}
+    args, both = make((33, 0, 70, 20), 2, cut, final_state=None, **options), make((33, 0, 70, 20), 2, cut, **options)
+    check(args, RANDOM)
+    check(both, RANDOM)
+    assert torch.equal(args["initial_state"], both["initial_state"])
+
+
+@pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("lens", [(), (0,), (0, 0, 0)], ids=str)
-def test_no_tokens(lens: tuple[int, ...]) -> None:
+def test_no_tokens(lens: tuple[int, ...], dense: bool) -> None:
     args = make(lens, lower_bound=BOUND, pool=True)
+    if not dense:
+        args["final_state"] = None
     before = rows_of_pool(args)
     kda_prefill(**args)
-    assert torch.equal(args["final_state"], before)
+    assert not dense or torch.equal(args["final_state"], before)
     assert torch.equal(args["initial_state"][args["state_indices"].long()], before)
 
 
@@ -145,6 +158,8 @@ def test_rows_that_are_not_in_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     args["state_indices"][:] = torch.tensor([-1, len(args["initial_state"])])
     before = args["initial_state"].clone()
     kda_prefill(**args)
+    assert torch.equal(args["initial_state"], before)
+    kda_prefill(**args | {"final_state": None})
     assert torch.equal(args["initial_state"], before)
     zeros = torch.zeros(2, *before.shape[1:])
     assert error(args["final_state"][0], expected(args, zeros, torch.float64).final_state[0]) < RANDOM

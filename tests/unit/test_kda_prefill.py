@@ -187,6 +187,11 @@ def test_layouts_of_a_pool_are_refused(layout: str) -> None:
             r"^initial_state is torch.float32, must be torch.bfloat16$",
         ),
         ({"final_state": torch.zeros(3, 2, 16, 16)}, r"^final_state has shape"),
+        (
+            {"final_state": None, "pool": True},
+            r"^final_state is None, must be a tensor, but for kernels that write the",
+        ),
+        ({"final_state": None, "initial_state": None}, r"^final_state is None"),
         ({"out": torch.zeros(1, 22, 2, 16)}, r"^out has shape"),
         (
             {"workspace": torch.zeros(16, dtype=torch.uint8)},

@@ -112,7 +112,7 @@ def _after(
     rows: torch.Tensor,
     has_state: torch.Tensor,
 ) -> torch.Tensor:
-    buffers = layer.take(x.q.shape[1], len(rows), out=True, checkpoint=False)
+    buffers = layer.take(x.q.shape[1], len(rows), final_state=not provider.pools, out=True, checkpoint=False)
     out, _ = kda_prefill(
         x.q,
         x.k,

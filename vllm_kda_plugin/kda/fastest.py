@@ -85,7 +85,10 @@ def fastest(among: tuple[Provider, ...], case: Case, gpu: str, multiprocessors: 
     def us(provider: Provider) -> float:
         if provider.name == "native":
             num_tokens, num_sequences, num_heads, max_seqlen = shape
-            return kda_native.predicted_us(num_tokens, num_sequences, num_heads, multiprocessors, max_seqlen)
+            bounded = case.lower_bound is not None
+            return kda_native.predicted_us(
+                num_tokens, num_sequences, num_heads, multiprocessors, max_seqlen, bounded=bounded
+            )
         return MEASURED[gpu][provider.name, _gate(case)].us(shape)
 
     return among[0] if len(among) == 1 else min(among, key=us)

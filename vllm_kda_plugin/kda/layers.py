@@ -242,9 +242,11 @@ class KdaLayer:
             for x in self._convolve(m, qkv, conv_state, step)
         )
         checkpoint = getattr(m, "checkpoint", None)
+        provider = self.choose(qkv[0].shape[0], step)
         buffers = self.workspace.take(
             qkv[0].shape[0],
             step.num_sequences,
+            final_state=not provider.pools,
             out=out is None or not out.is_contiguous(),
             checkpoint=checkpoint is not None,
         )
@@ -263,7 +265,7 @@ class KdaLayer:
             result,
             buffers.final_state,
             buffers.scratch,
-            provider=self.choose(qkv[0].shape[0], step),
+            provider=provider,
             checkpoint_state=buffers.checkpoint_state,
             checkpoint_offsets=step.checkpoint_offsets,
             state_indices=step.state_indices,

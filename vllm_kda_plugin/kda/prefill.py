@@ -60,7 +60,7 @@ def kda_prefill(
     initial_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     out: torch.Tensor,
-    final_state: torch.Tensor,
+    final_state: torch.Tensor | None,
     workspace: torch.Tensor,
     *,
     provider: Provider,
@@ -69,7 +69,7 @@ def kda_prefill(
     state_indices: torch.Tensor | None = None,
     has_initial_state: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run Kimi Delta Attention over N sequences of T tokens in all; see ``kda/reference.py`` for the mathematics.
 
     In q, k, v, g and beta the distance from one token to the next is free, and for the kernel ``native`` the one from
@@ -90,15 +90,16 @@ def kda_prefill(
             from ``cu_seqlens[-1]`` on are padding: never written in ``out``, and without effect if they are finite;
             if not, see ``FlashKdaProvider``.
         out: like q, written.
-        final_state: ``[N, H, D, D]``, written; dtype of ``initial_state``.
+        final_state: ``[N, H, D, D]``, written; dtype of ``initial_state``. With a pool and a kernel that writes its
+            rows itself, such as ``native``, it may be None.
         workspace: bytes (uint8), at least :func:`scratch_bytes`.
         provider: the kernel, see ``kda/providers.py``.
-        checkpoint_state: like ``final_state``, written: the state after ``checkpoint_offsets`` tokens of each
-            sequence. Unspecified where the offset is 0.
+        checkpoint_state: ``[N, H, D, D]``, dtype of ``initial_state``, written: the state after ``checkpoint_offsets``
+            tokens of each sequence. Unspecified where the offset is 0.
         checkpoint_offsets: ``[N]``, dtype of ``cu_seqlens``.
         state_indices: ``[N]`` int32 or int64, row in the pool of each sequence, no row twice but for row 0: no
             sequence owns that in vLLM, whose warm-up names it for all. On a GPU a negative one is none: its sequence
-            starts from zeros, and leaves its state in ``final_state`` only.
+            starts from zeros, and leaves its state in ``final_state`` only, if anywhere.
         has_initial_state: ``[N]`` bool, with ``state_indices``: False for a sequence that starts from zeros.
         max_seqlen: no sequence has more tokens than this, for a better plan; None if the host does not know.
 
@@ -110,15 +111,17 @@ def kda_prefill(
             of index tensors on a GPU are looked at only under VLLM_KDA_CHECK=1.
     """
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr()
-    addresses |= dt_bias.data_ptr() | out.data_ptr() | final_state.data_ptr() | workspace.data_ptr()
-    optional = initial_state, checkpoint_state, checkpoint_offsets, state_indices, has_initial_state
-    required = q, k, v, g, beta, A_log, dt_bias, cu_seqlens, out, final_state, workspace
+    addresses |= dt_bias.data_ptr() | out.data_ptr() | workspace.data_ptr()
+    optional = final_state, initial_state, checkpoint_state, checkpoint_offsets, state_indices, has_initial_state
+    required = q, k, v, g, beta, A_log, dt_bias, cu_seqlens, out, workspace
     tensors: tuple[torch.Tensor, ...] = required
     given: list[object] = [provider, lower_bound]
     for tensor in optional:
         given.append(tensor is not None)
         if tensor is not None:
             tensors += (tensor,)
+    if final_state is not None:
+        addresses |= final_state.data_ptr()
     if initial_state is not None:
         addresses |= initial_state.data_ptr()
     if checkpoint_state is not None:
@@ -135,12 +138,8 @@ def kda_prefill(
     if plan.initial_state is not None:
         initial_state = plan.initial_state.of(workspace)
         plan.mover.gather(initial_state, pool, state_indices, has_initial_state)
-    if plan.empty and state_indices is not None and plan.initial_state is None:
-        if len(final_state):
-            plan.mover.gather(final_state, pool, state_indices, has_initial_state)
-            plan.mover.scatter(final_state, pool, state_indices)
-    elif plan.empty:
-        if len(final_state):
+    if plan.empty:
+        if final_state is not None and len(final_state):
             final_state.zero_() if initial_state is None else final_state.copy_(initial_state)
     else:
         if plan.copied:
@@ -169,7 +168,7 @@ def kda_prefill(
                 max_seqlen,
             )
         )
-    if plan.initial_state is not None:
+    if plan.initial_state is not None and final_state is not None:
         plan.mover.scatter(final_state, pool, state_indices)
     return out, final_state
 
@@ -186,8 +185,8 @@ class _Arguments(NamedTuple):
     dt_bias: torch.Tensor
     cu_seqlens: torch.Tensor
     out: torch.Tensor
-    final_state: torch.Tensor
     workspace: torch.Tensor
+    final_state: torch.Tensor | None
     initial_state: torch.Tensor | None
     checkpoint_state: torch.Tensor | None
     checkpoint_offsets: torch.Tensor | None
@@ -213,7 +212,7 @@ class _Plan(NamedTuple):
     alignment: int = 1
     """Bytes at which every tensor but the small ones starts."""
     empty: bool = True
-    """There is no token, and so nothing for a kernel to do."""
+    """There is nothing for a kernel to do."""
     scratch_bytes: int = 0
     """Of the workspace, from its start: the kernel's."""
     copied: tuple[_Part | None, ...] = ()
@@ -245,7 +244,7 @@ _LAST = _Last()
 
 def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> _Plan:
     """Refuse what is wrong with a call but for the values of its tensors; plan it."""
-    q, cu_seqlens, state_dtype = a.q, a.cu_seqlens, a.final_state.dtype
+    q, cu_seqlens = a.q, a.cu_seqlens
     if q.dim() != 4 or q.shape[0] != 1 or q.shape[2] == 0 or q.shape[3] == 0:
         raise _unfit("q", q, "[1, T, H, D]")
     _, num_tokens, num_heads, head_dim = q.shape
@@ -258,6 +257,11 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
     _together("state_indices", a.state_indices, "has_initial_state", a.has_initial_state)
     if a.state_indices is not None and a.initial_state is None:
         raise refused("initial_state", "is None", "the pool that state_indices points into")
+    states_of = a.initial_state if a.final_state is None else a.final_state
+    if states_of is None or (a.final_state is None and not (provider.pools and a.state_indices is not None)):
+        allowed = "a tensor, but for kernels that write the rows of a pool themselves"
+        raise refused("final_state", "is None", allowed)
+    state_dtype = states_of.dtype
     if a.checkpoint_state is not None and not provider.checkpoint_step:
         raise refused("checkpoint_state", "was given", f"None: {provider.name} takes no checkpoints")
 
@@ -273,7 +277,8 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
     _check("dt_bias", a.dt_bias, q, (torch.float32,), (num_heads * head_dim,), (num_heads, head_dim), align=align)
     _check("cu_seqlens", cu_seqlens, q, _INDEX_DTYPES, (num_sequences + 1,))
     _check("out", a.out, q, floats, tokens, align=align)
-    _check("final_state", a.final_state, q, (state_dtype,), dense_states, align=align)
+    if a.final_state is not None:
+        _check("final_state", a.final_state, q, (state_dtype,), dense_states, align=align)
     if a.initial_state is not None and a.state_indices is None:
         _check("initial_state", a.initial_state, q, (state_dtype,), dense_states, align=align)
     elif a.initial_state is not None and a.state_indices is not None and a.has_initial_state is not None:
@@ -302,15 +307,12 @@ def _check_all(a: _Arguments, lower_bound: float | None, provider: Provider) -> 
             for x in (q, a.k, a.v, a.g)
         )
     initial_state, mover = None, states.IN_TORCH
-    if a.initial_state is not None and a.state_indices is not None and num_sequences:
-        if provider.pools:
-            mover = states.mover(a.final_state, a.initial_state, a.state_indices)
-        else:
-            initial_state = parts.take(dense_states, state_dtype)
-            mover = states.mover(initial_state.of(a.workspace), a.initial_state, a.state_indices)
+    if a.initial_state is not None and a.state_indices is not None and num_sequences and not provider.pools:
+        initial_state = parts.take(dense_states, state_dtype)
+        mover = states.mover(initial_state.of(a.workspace), a.initial_state, a.state_indices)
     return _Plan(
         alignment=workspace_align,
-        empty=num_tokens == 0 or num_sequences == 0,
+        empty=num_sequences == 0 or (num_tokens == 0 and not provider.pools),  # whose rows are to be looked after
         scratch_bytes=scratch.end,
         copied=copied if any(copied) else (),
         initial_state=initial_state,

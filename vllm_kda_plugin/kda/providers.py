@@ -50,7 +50,8 @@ class Call(NamedTuple):
     """The checked tensors of one prefill, as :func:`vllm_kda_plugin.kda.prefill.kda_prefill` takes them.
 
     States are dense ``[N, H, V, K]`` here, but for ``initial_state`` where ``state_indices`` is given, to a provider of
-    pools only: then it is the pool. ``scratch`` is the provider's own part of the workspace.
+    pools only: then it is the pool, and ``final_state`` may be None. ``scratch`` is the provider's own part of the
+    workspace.
     """
 
     q: torch.Tensor
@@ -64,7 +65,7 @@ class Call(NamedTuple):
     initial_state: torch.Tensor | None
     cu_seqlens: torch.Tensor
     out: torch.Tensor
-    final_state: torch.Tensor
+    final_state: torch.Tensor | None
     scratch: torch.Tensor
     checkpoint_state: torch.Tensor | None
     checkpoint_offsets: torch.Tensor | None
@@ -143,6 +144,7 @@ class TorchProvider:
         )
         num_tokens = int(call.cu_seqlens[-1])
         call.out[:, :num_tokens].copy_(result.out[:, :num_tokens])
+        assert call.final_state is not None
         call.final_state.copy_(result.final_state)
         if call.checkpoint_state is not None:
             call.checkpoint_state.copy_(result.checkpoint_state)
@@ -177,6 +179,7 @@ class TritonProvider:
         from vllm.models.kimi_k3.nvidia.ops.third_party.kda import chunk_kda_with_fused_gate
 
         initial_state = call.initial_state
+        assert call.final_state is not None
         if initial_state is None:
             initial_state = call.final_state.zero_()
         version = 0 if call.cu_seqlens.is_inference() else call.cu_seqlens._version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ class Buffers(NamedTuple):
 
     scratch: torch.Tensor
     """Bytes, the ``workspace`` of ``kda_prefill``."""
-    final_state: torch.Tensor
-    """``[N, H, D, D]``"""
+    final_state: torch.Tensor | None
+    """``[N, H, D, D]``, for a kernel that does not write the engine's pool itself."""
     out: torch.Tensor | None
     """``[1, T, H, D]``, for a step whose output cannot be written where the layer wants it."""
     checkpoint_state: torch.Tensor | None
@@ -79,21 +80,24 @@ class KdaWorkspace:
         Args:
             checkpoint: whether a step may take checkpoints.
         """
-        self.take(self.max_tokens, self.max_sequences, out=True, checkpoint=checkpoint)
+        final_state = not all(provider.pools for provider in self.providers)
+        self.take(self.max_tokens, self.max_sequences, final_state=final_state, out=True, checkpoint=checkpoint)
 
-    def take(self, num_tokens: int, num_sequences: int, *, out: bool, checkpoint: bool) -> Buffers:
+    def take(self, num_tokens: int, num_sequences: int, *, final_state: bool, out: bool, checkpoint: bool) -> Buffers:
         """The buffers of a step, all at once; see :meth:`specs` for what is refused.
 
         Args:
             num_tokens: of the step.
             num_sequences: of the step.
-            out: whether a buffer for the output is wanted.
+            final_state: whether a buffer for the final states is wanted.
+            out: whether one for the output is.
             checkpoint: whether one for checkpoints is.
         """
-        scratch, final_state, out_spec, checkpoint_spec = _specs(self, num_tokens, num_sequences)
-        specs = [scratch, final_state, *[out_spec] * out, *[checkpoint_spec] * checkpoint]
-        taken = list(_manager().get_simultaneous(*specs))
-        return Buffers(taken[0], taken[1], taken[2] if out else None, taken[-1] if checkpoint else None)
+        scratch, *others = _specs(self, num_tokens, num_sequences)
+        wanted = final_state, out, checkpoint
+        first, *rest = _manager().get_simultaneous(scratch, *itertools.compress(others, wanted))
+        taken = iter(rest)
+        return Buffers(first, *(next(taken) if each else None for each in wanted))
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,11 +30,31 @@ _SLOT_BYTES = 2 * _STATE * 4  # the end of a segment, and its M, of one head
 _MOST_PLACES = 320  # slots times heads, more than any GPU has multiprocessors, twice
 _POINTERS = 17
 
-# Guesses in microseconds until they are measured: a chunk of a block that has all values of its head, or half; a chunk
-# of a block that makes no output; a segment that is combined; a kernel more.
-_STEP, _HALF_STEP, _SILENT_STEP, _COMBINE_STEP, _LAUNCH = 0.7, 0.55, 0.5, 0.6, 3.0
-_START = 5.0  # of a block: states, and the first chunk
-_IDLE = 1.0  # a block that finds nothing to do
+
+class _Times(NamedTuple):
+    """Microseconds on one NVIDIA H200, solved from the times in ``tests/unit/test_kda_times.py``."""
+
+    start: float
+    """A block: states, and the first chunk."""
+    step: float
+    """A chunk of a block that has all values of its head."""
+    half_step: float
+    """Of one that has half of them."""
+    silent_step: float
+    """Of one that makes no output."""
+    crowded: float
+    """More, of a chunk of a block with all values, after its first 16, where blocks fill more than half of the GPU."""
+    combine_step: float
+    """A segment that is combined."""
+    launch: float
+    """A kernel more."""
+    idle: float
+    """A block that finds nothing to do."""
+
+
+_BOUNDED = _Times(5.1, 1.22, 0.87, 0.85, 0.0, 2.67, 1.54, 1.42)
+_SOFTPLUS = _Times(5.52, 1.3, 0.92, 0.89, 0.66, 3.02, 1.89, 1.11)
+_NEVER_CROWDED = 16
 
 
 class Schedule(NamedTuple):
@@ -85,6 +105,7 @@ def schedule(
     multiprocessors: int,
     *,
     max_seqlen: int | None = None,
+    bounded: bool = True,
     batch_invariant: bool = False,
 ) -> Schedule:
     """The cut that should take the least time.
@@ -96,12 +117,13 @@ def schedule(
         multiprocessors: of the GPU; one block runs on each at a time.
         max_seqlen: no sequence has more tokens. As many as can are taken to have so many, the others to share what is
             left. None: all are taken to be equally long.
+        bounded: the gate.
         batch_invariant: cut nothing, so that a sequence's result does not depend on the others.
     """
     if batch_invariant:
         return Schedule()
     longest = -(-num_tokens // num_sequences) if max_seqlen is None else min(max_seqlen, num_tokens)
-    cut = _predictions(_about(num_tokens), num_sequences, num_heads, multiprocessors, _about(longest))[1]
+    cut = _predictions(_about(num_tokens), num_sequences, num_heads, multiprocessors, _about(longest), bounded)[1]
     if not cut.segment_tokens:
         return cut
     most_segments = 0 if max_seqlen is None else -(-longest // cut.segment_tokens)
@@ -109,11 +131,17 @@ def schedule(
 
 
 def predicted_us(
-    num_tokens: int, num_sequences: int, num_heads: int, multiprocessors: int, max_seqlen: int | None = None
+    num_tokens: int,
+    num_sequences: int,
+    num_heads: int,
+    multiprocessors: int,
+    max_seqlen: int | None = None,
+    *,
+    bounded: bool = True,
 ) -> float:
     """Microseconds of the GPU that a call should take; see :func:`schedule`."""
     longest = -(-num_tokens // num_sequences) if max_seqlen is None else min(max_seqlen, num_tokens)
-    return _predictions(_about(num_tokens), num_sequences, num_heads, multiprocessors, _about(longest))[0]
+    return _predictions(_about(num_tokens), num_sequences, num_heads, multiprocessors, _about(longest), bounded)[0]
 
 
 def _about(number: int) -> int:
@@ -124,7 +152,7 @@ def _about(number: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _predictions(
-    num_tokens: int, num_sequences: int, num_heads: int, multiprocessors: int, longest: int
+    num_tokens: int, num_sequences: int, num_heads: int, multiprocessors: int, longest: int, bounded: bool
 ) -> tuple[float, Schedule]:
     """The least time, and its cut."""
     longest = max(1, longest)
@@ -132,37 +160,64 @@ def _predictions(
     num_short = num_sequences - num_long
     short = -(-max(0, num_tokens - num_long * longest) // num_short) if num_short else 0
     kinds = [(num_long * num_heads, -(-longest // CHUNK)), (num_short * num_heads, -(-short // CHUNK))]
-
-    def whole(splits: int, step: float) -> float:
-        return _last_end([(splits * count, _START + chunks * step) for count, chunks in kinds], multiprocessors)
-
-    choices = [(whole(1, _STEP), Schedule(1)), (whole(2, _HALF_STEP), Schedule(2))]
+    cuts = [Schedule(1), Schedule(2)]
     chunks = kinds[0][1]
     for segments in range(2, min(chunks, 64) + 1):
-        length = -(-chunks // segments)
-        slots = num_tokens // (length * CHUNK)
+        length = -(-chunks // segments) * CHUNK
+        slots = num_tokens // length
         if slots * num_heads > _MOST_PLACES:
             break
-        cuts = [(count, -(-chunks // length), chunks) for count, chunks in kinds if chunks]
-        inner = sum(count * (parts - 1) for count, parts, _ in cuts)
-        firsts = sum(count for count, parts, _ in cuts if parts > 1)
-        combined = cuts[0][1] - 2
-        between = 2 * _LAUNCH + combined * _COMBINE_STEP if combined > 0 else _LAUNCH
-        silent = _last_end(
-            [
-                (2 * inner - firsts, _START + length * _SILENT_STEP),
-                (firsts, _START),  # the state that a sequence begins with is put away
-                (2 * (slots * num_heads - inner), _IDLE),
-            ],
-            multiprocessors,
-        )
-        for splits, step in ((1, _STEP), (2, _HALF_STEP)):
-            spare = (slots + num_sequences) * num_heads - inner - sum(count for count, *_ in cuts)
-            blocks = [(splits * inner, _START + length * step), (splits * spare, _IDLE)]
-            blocks += [(splits * n, _START + (all_of_it - (parts - 1) * length) * step) for n, parts, all_of_it in cuts]
-            end = silent + between + _last_end(blocks, multiprocessors)
-            choices.append((end, Schedule(splits, length * CHUNK, slots)))
-    return min(choices)
+        cuts += [Schedule(1, length, slots), Schedule(2, length, slots)]
+    return min((_us(cut, kinds, num_sequences * num_heads, num_heads, multiprocessors, bounded), cut) for cut in cuts)
+
+
+def _us(
+    cut: Schedule,
+    kinds: Iterable[tuple[int, int]],
+    num_states: int,
+    num_heads: int,
+    multiprocessors: int,
+    bounded: bool,
+) -> float:
+    """Microseconds of a call cut so.
+
+    Args:
+        cut: of the call, with its slots.
+        kinds: how many sequences' heads have how many chunks.
+        num_states: sequences times heads.
+        num_heads: of this rank.
+        multiprocessors: of the GPU.
+        bounded: the gate.
+    """
+    times = _BOUNDED if bounded else _SOFTPLUS
+    length = cut.segment_tokens // CHUNK
+    wholes = [(count, -(-chunks // length) if length else 1, chunks) for count, chunks in kinds if chunks]
+    # Sequences' heads, segments of each, chunks of the last segment.
+    parts = [(count, segments, chunks - (segments - 1) * length) for count, segments, chunks in wholes]
+    inner = sum(count * (segments - 1) for count, segments, _ in parts)
+    places = cut.slots * num_heads
+    working = cut.splits * (inner + sum(count for count, *_ in parts))
+    crowded = times.crowded if cut.splits == 1 and working > multiprocessors / 2 else 0.0
+
+    def block(chunks: int) -> float:
+        step = times.step if cut.splits == 1 else times.half_step
+        return times.start + chunks * step + max(0, chunks - _NEVER_CROWDED) * crowded
+
+    spare = places + num_states - inner - sum(count for count, *_ in parts)
+    blocks = [(cut.splits * count, block(chunks)) for count, _, chunks in parts]
+    blocks += [(cut.splits * inner, block(length)), (cut.splits * spare, times.idle)]
+    last = _last_end(blocks, multiprocessors)
+    if not length:
+        return last
+    firsts = sum(count for count, segments, _ in parts if segments > 1)
+    silent = [
+        (2 * inner - firsts, times.start + length * times.silent_step),
+        (firsts, times.start),  # the state that a sequence begins with is put away
+        (2 * (places - inner), times.idle),
+    ]
+    combined = max(segments for _, segments, _ in parts) - 2
+    between = 2 * times.launch + combined * times.combine_step if combined > 0 else times.launch
+    return _last_end(silent, multiprocessors) + between + last
 
 
 def _last_end(blocks: Iterable[tuple[int, float]], multiprocessors: int) -> float:
@@ -195,8 +250,8 @@ class Tensors(NamedTuple):
 
     Heads and tokens of q, k, v, g and beta may lie apart, rows of the pool too; channels and states are dense. q, k, v,
     g and ``out`` start at 16 bytes and lie apart by multiples of 16, states at 8. ``initial_state`` is the pool where
-    ``state_indices`` is given: a sequence whose row is not in it starts from zeros and leaves its state nowhere but in
-    ``final_state``.
+    ``state_indices`` is given, and ``final_state`` may be None then: it is all that a sequence whose row is not in the
+    pool leaves its state in, and that starts from zeros.
     """
 
     q: torch.Tensor
@@ -208,7 +263,7 @@ class Tensors(NamedTuple):
     dt_bias: torch.Tensor
     cu_seqlens: torch.Tensor
     out: torch.Tensor
-    final_state: torch.Tensor
+    final_state: torch.Tensor | None
     initial_state: torch.Tensor | None = None
     state_indices: torch.Tensor | None = None
     has_initial_state: torch.Tensor | None = None
@@ -218,7 +273,7 @@ class Tensors(NamedTuple):
     def constants(self, lower_bound: float | None, cut: Schedule) -> tuple[int, ...]:
         """The integers of the kernels' argument."""
         inputs, rows, pool = (self.q, self.k, self.v, self.g), self.state_indices, self.initial_state
-        size, state_size = self.q.itemsize, self.final_state.dtype
+        size, states = self.q.itemsize, pool if self.final_state is None else self.final_state
         return (
             self.q.shape[2],
             len(self.cu_seqlens) - 1,
@@ -226,7 +281,7 @@ class Tensors(NamedTuple):
             int(rows is not None and rows.dtype == torch.int64),
             len(pool) if rows is not None and pool is not None else 0,
             pool.stride(0) if rows is not None and pool is not None else 0,
-            int(state_size == torch.bfloat16),
+            int(states is not None and states.dtype == torch.bfloat16),
             *(x.stride(1) * size for x in inputs),
             self.beta.stride(1),
             *(x.stride(2) * size for x in inputs),
@@ -256,7 +311,7 @@ class Tensors(NamedTuple):
             address(self.initial_state),
             address(self.state_indices),
             address(self.has_initial_state),
-            self.final_state.data_ptr(),
+            address(self.final_state),
             address(self.checkpoint_state),
             address(self.checkpoint_offsets),
             workspace,
@@ -296,6 +351,7 @@ def prefill(
             num_heads,
             _multiprocessors(device),
             max_seqlen=max_seqlen,
+            bounded=lower_bound is not None,
             batch_invariant=batch_invariant,
         )
     need = cut.workspace_bytes(num_heads)
