@@ -199,6 +199,16 @@ def test_no_request_measured_to_be_slower_is_planned(seed: int) -> None:
         assert way == "paged" or over_pages <= 1
 
 
+@pytest.mark.parametrize(
+    "gathers",
+    [[(1000, 50.0), (2000, 20.0), (4000, 10.0)], [(1000, 0.05), (10**9, 200.0)], [(10**6, 5.0), (10**6, 9.0)]],
+)
+def test_times_of_gathers_that_scatter_give_possible_speeds(gathers: list[tuple[int, float]]) -> None:
+    found = calibrate.solve("a GPU", [], gathers, 12.0, HOST)
+    assert 0 < found.gather_tbps < math.inf
+    assert 0 < found.gather_us < math.inf
+
+
 def test_calibration_keeps_its_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     truth = Calibration("a GPU", 4.1, 3.0, 12.0, *HOST, tuple(Rate(*kind, 600.0, 0.1, 0.1) for kind in KINDS))
     points = synthetic(truth)

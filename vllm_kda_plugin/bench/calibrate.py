@@ -141,9 +141,9 @@ def _gather_speed(gathers: Gathers) -> tuple[float, float]:
     moved, us = (np.array(values, dtype=float) for values in zip(*gathers, strict=True))
     columns = np.stack([moved / us, 1 / us], axis=1)
     (per_byte, start), *_ = np.linalg.lstsq(columns, np.ones_like(us), rcond=None)
-    if start < _LEAST_US:
+    if start < _LEAST_US or per_byte <= 0:  # of times that scatter
         start = _LEAST_US
-        per_byte = statistics.median(((us - start) / moved).tolist())
+        per_byte = statistics.median((np.maximum(us - start, _LEAST_US) / moved).tolist())
     return 1e-6 / float(per_byte), float(start)
 
 
