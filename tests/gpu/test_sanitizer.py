@@ -6,9 +6,6 @@ Run as a script, this file is what the sanitizer watches.
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,30 +27,16 @@ from tests.support.paged import (
     slots_call,
     table_call,
 )
-from vllm_kda_plugin.kernels import loader
+from tests.support.sanitizer import finds_nothing, launching
 
-ROOT = Path(__file__).resolve().parents[2]
 KERNEL = "gather_cached_kv"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool", ["memcheck", "initcheck", "racecheck", "synccheck"])
 def test_sanitizer_finds_nothing(tool: str, fatbins: Path) -> None:
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("needs compute-sanitizer")
     # Torch's own kernels are not watched, so initcheck does not see what they write: all data is copied from the host.
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=gather_"]
-    environment = os.environ | {
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
-    done = subprocess.run(
-        [*command, sys.executable, __file__, str(fatbins)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "every kernel ran" in done.stdout
-    assert "ERROR SUMMARY: 0 errors" in done.stdout or "RACECHECK SUMMARY: 0 hazards" in done.stdout
+    finds_nothing(tool, "gather_", __file__, fatbins)
 
 
 def calls() -> Iterator[tuple[Call, str]]:
@@ -82,19 +65,9 @@ def calls() -> Iterator[tuple[Call, str]]:
 
 def main(fatbins: str) -> None:
     """Make all calls, and check their results too."""
-    loader.FATBINS = Path(fatbins)
-    launched = set()
-    prepare = loader.Kernel.prepare
-
-    def note(self: loader.Kernel, entry: str, *rest: object, **options: object) -> loader.Launch:
-        launched.add(entry)
-        return prepare(self, entry, *rest, **options)  # type: ignore[arg-type]
-
-    loader.Kernel.prepare = note  # type: ignore[method-assign]
-    for call, impl in calls():
-        check(call, impl=impl)
-    assert launched == set(loader.KERNELS[KERNEL]), launched ^ set(loader.KERNELS[KERNEL])
-    print("every kernel ran")
+    with launching(KERNEL, fatbins):
+        for call, impl in calls():
+            check(call, impl=impl)
 
 
 if __name__ == "__main__":
