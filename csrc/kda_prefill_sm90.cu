@@ -342,7 +342,62 @@ __device__ __forceinline__ void decay_at_once(Stage& stage, Desk<kBounded>& desk
   }
 }
 
-// The same of a chunk that may decay by anything.
+// Both in short loops, with the sums of decays in shared memory between them: the code of all roles has to fit the
+// instruction cache, about 32 KB, which with the softplus gate it does not otherwise.
+__device__ __forceinline__ void find_sums(float (&total)[2], Stage& stage, Desk<false>& desk, const Gate& gate,
+                                          int column) {
+  total[0] = total[1] = 0.f;
+#pragma unroll 1
+  for (int first = 0; first < kChunk; first += 4) {
+    u32 raw[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) raw[i] = word(stage.g, first + i, column);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      total[0] = fmaf(gate.most, open<false>(gate, 0, ptx::low_bf16(raw[i])), total[0]);
+      total[1] = fmaf(gate.most, open<false>(gate, 1, ptx::high_bf16(raw[i])), total[1]);
+      word(desk.columns, first + i, column) = __float_as_uint(total[0]);
+      word(desk.rows, first + i, column) = __float_as_uint(total[1]);
+    }
+  }
+}
+
+template <bool kOutput>
+__device__ __forceinline__ void decay_by_sums(Stage& stage, Desk<false>& desk, const float (&total)[2], int column) {
+  const float whole[2] = {ptx::exp2(total[0]), ptx::exp2(total[1])};
+  *reinterpret_cast<float2*>(stage.decay + 2 * column) = make_float2(whole[0], whole[1]);
+  const float to_end[2] = {whole[0] / kUpdateScale, whole[1] / kUpdateScale};
+#pragma unroll 1
+  for (int first = 0; first < kChunk; first += 4) {
+    float key_norms[4], query_norms[4], sums[4][2];
+    u32 keys[4], queries[4];
+    read_norms(key_norms, desk.norms[1] + first);
+    if (kOutput) read_norms(query_norms, desk.norms[0] + first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[i][0] = __uint_as_float(word(desk.columns, first + i, column));
+      sums[i][1] = __uint_as_float(word(desk.rows, first + i, column));
+      keys[i] = word(stage.k, first + i, column);
+      if (kOutput) queries[i] = word(stage.q, first + i, column);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first + i;
+      const float decay[2] = {ptx::exp2(sums[i][0]), ptx::exp2(sums[i][1])};
+      const float key[2] = {ptx::low_bf16(keys[i]) * key_norms[i], ptx::high_bf16(keys[i]) * key_norms[i]};
+      const float grown[2] = {key[0] * ptx::exp2(-sums[i][0]), key[1] * ptx::exp2(-sums[i][1])};
+      word(stage.k, row, column) = ptx::pack_bf16(key[0] * decay[0], key[1] * decay[1]);
+      word(desk.columns, row, column) = ptx::pack_bf16(grown[0], grown[1]);
+      word(stage.g, row, column) = ptx::pack_f16(grown[0] * to_end[0], grown[1] * to_end[1]);
+      if (kOutput) {
+        word(stage.q, row, column) = ptx::pack_bf16(ptx::low_bf16(queries[i]) * query_norms[i] * decay[0],
+                                                    ptx::high_bf16(queries[i]) * query_norms[i] * decay[1]);
+      }
+    }
+  }
+}
+
+// What decay_at_once does, of a chunk that may decay by anything.
 template <bool kOutput>
 __device__ __forceinline__ void decay_by_blocks(Stage& stage, Desk<false>& desk, const Decays& decays, int column) {
   char* const first_keys = desk.rows;
@@ -401,32 +456,20 @@ __device__ __forceinline__ void decay_by_blocks(Stage& stage, Desk<false>& desk,
   }
 }
 
-// Products [16, 16] of the rows of L, or of M, with the columns, in two halves of 8 columns. One warp.
-__device__ __forceinline__ void multiply(float (&left)[4], float (&right)[4], const char* rows, const char* columns,
-                                         int lane) {
-  const int row = left_part(kRow, lane), token = right_part(kRow, lane);
-#pragma unroll
-  for (int column = 0; column < kDim; column += 16) {
-    u32 a[4], b[4];
-    ptx::load_matrices(a, rows + row + 2 * column);
-    ptx::load_matrices(b, columns + token + 2 * column);
-    ptx::mma_bf16(left, a, b[0], b[1], column == 0);
-    ptx::mma_bf16(right, a, b[2], b[3], column == 0);
-  }
-}
-
-// The same of the softplus gate, whose right half has rows of its own: 8 of L, 8 of M.
-__device__ __forceinline__ void multiply(float (&left)[4], float (&right)[4], const char* rows,
-                                         const char* right_rows, const char* columns, int lane) {
+// Products [16, 16] of the rows of L, or of M, with the columns, in two halves of 8 columns. The right half may have
+// rows of its own, 8 of L and 8 of M. One warp.
+template <bool kSameRows>
+__device__ __forceinline__ void multiply(float (&left)[4], float (&right)[4], const char* rows, const char* right_rows,
+                                         const char* columns, int lane) {
   const int row = left_part(kRow, lane), token = right_part(kRow, lane);
 #pragma unroll
   for (int column = 0; column < kDim; column += 16) {
     u32 a[4], c[4], b[4];
     ptx::load_matrices(a, rows + row + 2 * column);
-    ptx::load_matrices(c, right_rows + row + 2 * column);
+    if (!kSameRows) ptx::load_matrices(c, right_rows + row + 2 * column);
     ptx::load_matrices(b, columns + token + 2 * column);
     ptx::mma_bf16(left, a, b[0], b[1], column == 0);
-    ptx::mma_bf16(right, c, b[2], b[3], column == 0);
+    ptx::mma_bf16(right, kSameRows ? a : c, b[2], b[3], column == 0);
   }
 }
 
@@ -434,46 +477,66 @@ __device__ __forceinline__ unsigned short f16_bits(float x) {
   return static_cast<unsigned short>(ptx::pack_f16(x, 0.f));
 }
 
-// (I + L)^-1 beta by substitution, a column a lane, from L beside its diagonal. One warp.
-__device__ __forceinline__ void invert(const float* system, char* to, float beta, int lane) {
-  const int column = lane % kChunk;
-  float x[kChunk];
+// (I + L)^-1 beta, from L beside its diagonal, A and B on it and C below, in blocks of 8: A^-1 and B^-1 by substitution, a
+// column a lane, then -B^-1 C A^-1, a column of two rows a lane. One warp; `beta` is of token lane % 16.
+__device__ __forceinline__ void invert(float* system, char* to, float beta, int lane) {
+  const int block = lane / 8 % 2, column = lane % 8, rows = 2 * (lane / 8);
+  const float* const diagonal = system + block * (kHalf * kSystemRow + kHalf);
+  float x[kHalf];
 #pragma unroll
-  for (int row = 0; row < kChunk; ++row) x[row] = row == column ? 1.f : 0.f;
+  for (int row = 0; row < kHalf; ++row) {
+    float sums[2] = {row == column ? -1.f : 0.f, 0.f};
 #pragma unroll
-  for (int row = 1; row < kChunk; ++row) {
-    float sums[2] = {};
-#pragma unroll
-    for (int i = 0; i < row; ++i) sums[i % 2] = fmaf(system[row * kSystemRow + i], x[i], sums[i % 2]);
-    x[row] -= sums[0] + sums[1];
+    for (int i = 0; i < row; ++i) sums[i % 2] = fmaf(diagonal[row * kSystemRow + i], x[i], sums[i % 2]);
+    x[row] = -(sums[0] + sums[1]);
   }
-  if (lane < kChunk) {
+  // B^-1 to where nothing is.
+  float* const beside = system + kHalf;
+  if (lane / 8 == 1) {
 #pragma unroll
-    for (int row = 0; row < kChunk; ++row) {
-      *reinterpret_cast<unsigned short*>(to + row * kSmallRow + 2 * column) = f16_bits(x[row] * beta * kUpdateScale);
-    }
+    for (int row = 0; row < kHalf; ++row) beside[row * kSystemRow + column] = x[row];
+  }
+  // The third eight lanes make the zeros above B.
+  const bool is_above = lane / 8 == 2;
+  const float factor = is_above ? 0.f : beta * kUpdateScale;
+  char* const at = to + (is_above ? 0 : block * kHalf) * kSmallRow + 2 * ((is_above ? 1 : block) * kHalf + column);
+#pragma unroll
+  for (int row = 0; row < kHalf; ++row) {
+    *reinterpret_cast<unsigned short*>(at + row * kSmallRow) = f16_bits(x[row] * factor);
+  }
+  float products[2] = {};
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float a = ptx::warp_read(x[i], column);
+    products[0] = fmaf(system[(kHalf + rows) * kSystemRow + i], a, products[0]);
+    products[1] = fmaf(system[(kHalf + rows + 1) * kSystemRow + i], a, products[1]);
+  }
+  ptx::warp_sync();
+  const float column_factor = ptx::warp_read(beta, column) * -kUpdateScale;
+  float below[2] = {};
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float product = ptx::warp_read(products[i % 2], i / 2 * 8 + column);
+    below[0] = fmaf(beside[rows * kSystemRow + i], product, below[0]);
+    below[1] = fmaf(beside[(rows + 1) * kSystemRow + i], product, below[1]);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    *reinterpret_cast<unsigned short*>(to + (kHalf + rows + i) * kSmallRow + 2 * column) =
+        f16_bits(below[i] * column_factor);
   }
 }
 
-// L beside its diagonal, its inverse. One warp; the learning rate of token n is in lane n.
+// L beside its diagonal, from the products of keys, and its inverse. One warp; token n's learning rate is in lane n.
 template <bool kBounded>
-__device__ __forceinline__ void solve(Stage& stage, Desk<kBounded>& desk, bool at_once, float beta, int lane) {
-  float left[4], right[4];
-  if (at_once) multiply(left, right, stage.k, desk.columns, lane);
-  if constexpr (!kBounded) {
-    if (!at_once) {
-      multiply(left, right, desk.rows, desk.rows + 2 * kTile, desk.columns, lane);
-      right[2] = right[0];
-      right[3] = right[1];
-    }
-  }
+__device__ __forceinline__ void solve(Stage& stage, Desk<kBounded>& desk, const float (&left)[4],
+                                      const float (&right)[4], float beta, int lane) {
   const int row = lane / 4, column = 2 * (lane % 4);
   const float upper = ptx::warp_read(beta, row), lower = ptx::warp_read(beta, row + 8);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float* const at = desk.system + row * kSystemRow + column + i;
     at[0] = column + i < row ? left[i] * upper : 0.f;
-    at[8] = 0.f;
     at[8 * kSystemRow] = left[2 + i] * lower;
     at[8 * kSystemRow + 8] = column + i < row ? right[2 + i] * lower : 0.f;
   }
@@ -481,14 +544,8 @@ __device__ __forceinline__ void solve(Stage& stage, Desk<kBounded>& desk, bool a
   invert(desk.system, stage.inverse, beta, lane);
 }
 
-// M. One warp.
-template <bool kBounded>
-__device__ __forceinline__ void mix(Stage& stage, Desk<kBounded>& desk, bool at_once, int lane) {
-  float left[4], right[4];
-  if (at_once) multiply(left, right, stage.q, desk.columns, lane);
-  if constexpr (!kBounded) {
-    if (!at_once) multiply(left, right, desk.rows + kTile, desk.rows + 2 * kTile, desk.columns, lane);
-  }
+// M, from the products of queries and keys. One warp.
+__device__ __forceinline__ void mix(Stage& stage, float (&left)[4], float (&right)[4], int lane) {
   const int row = lane / 4, column = 2 * (lane % 4);
   const bool first = column <= row, second = column + 1 <= row;
 #pragma unroll
@@ -504,8 +561,8 @@ __device__ __forceinline__ void mix(Stage& stage, Desk<kBounded>& desk, bool at_
       ptx::pack_f16(first ? right[2] : 0.f, second ? right[3] : 0.f);
 }
 
-// Makes every fourth chunk ready for the scan. A pair of warps.
-template <bool kBounded, bool kOutput>
+// Makes every fourth chunk ready for the scan. A pair of warps; with kShort, in short loops.
+template <bool kBounded, bool kOutput, bool kShort>
 __device__ void prepare_chunks(const Args& args, Shared<kBounded>& shared, const Work& work, int pair, int thread) {
   Desk<kBounded>& desk = shared.desks[pair];
   const int lane = thread % 32;
@@ -523,29 +580,53 @@ __device__ void prepare_chunks(const Args& args, Shared<kBounded>& shared, const
     const float beta = ptx::reciprocal(1.f + ptx::exp2(-raw_beta * kLog2E));
     raw_beta = read_beta(chunk + kPairs);
     ptx::wait(&shared.copied[chunk % kStages], (chunk / kStages) & 1);
-    if (!first_warp) find_norms(stage.k, desk.norms[1], lane);
-    if (first_warp && kOutput) find_norms(stage.q, desk.norms[0], lane);
+    if (kOutput || !first_warp) find_norms(first_warp ? stage.q : stage.k, desk.norms[first_warp ? 0 : 1], lane);
     ptx::barrier(1 + pair, 64);
     for (int row = work.tokens - chunk * kChunk; row < kChunk; ++row) word(stage.g, row, thread) = kClosed;
-    Decays decays;
-    read_decays<kBounded>(decays, stage, gate, thread);
     bool at_once = true;
-    if constexpr (!kBounded) {
-      float total[2] = {};
-#pragma unroll
-      for (int row = 0; row < kChunk; ++row) {
-        total[0] += decays[row][0];
-        total[1] += decays[row][1];
-      }
+    if constexpr (kShort) {
+      float total[2];
+      find_sums(total, stage, desk, gate, thread);
       at_once = ptx::barrier_all(1 + pair, 64, fminf(total[0], total[1]) > -kMostAtOnce);
-      if (!at_once) decay_by_blocks<kOutput>(stage, desk, decays, thread);
+      if (at_once) decay_by_sums<kOutput>(stage, desk, total, thread);
     }
-    if (at_once) decay_at_once<kBounded, kOutput>(stage, desk, decays, thread);
+    if (!kShort || !at_once) {
+      Decays decays;
+      read_decays<kBounded>(decays, stage, gate, thread);
+      if constexpr (!kBounded && !kShort) {
+        float total[2] = {};
+#pragma unroll
+        for (int row = 0; row < kChunk; ++row) {
+          total[0] += decays[row][0];
+          total[1] += decays[row][1];
+        }
+        at_once = ptx::barrier_all(1 + pair, 64, fminf(total[0], total[1]) > -kMostAtOnce);
+      }
+      if constexpr (!kBounded) {
+        if (!at_once) decay_by_blocks<kOutput>(stage, desk, decays, thread);
+      }
+      if constexpr (!kShort) {
+        if (at_once) decay_at_once<kBounded, kOutput>(stage, desk, decays, thread);
+      }
+    }
     ptx::barrier(1 + pair, 64);
-    if (first_warp) solve<kBounded>(stage, desk, at_once, beta, lane);
-    if (!first_warp && kOutput) mix<kBounded>(stage, desk, at_once, lane);
-    ptx::warp_sync();
-    if (lane == 0) ptx::arrive(&shared.prepared[chunk % kStages]);
+    // By the same code in both warps, again for the instruction cache.
+    if (kOutput || first_warp) {
+      float left[4], right[4];
+      const char* rows = first_warp ? stage.k : stage.q;
+      const char* right_rows = rows;
+      if constexpr (!kBounded) {
+        if (!at_once) rows = desk.rows + (first_warp ? 0 : kTile), right_rows = desk.rows + 2 * kTile;
+      }
+      multiply<kBounded>(left, right, rows, right_rows, desk.columns, lane);
+      if (first_warp) {
+        if (!at_once) right[2] = right[0], right[3] = right[1];
+        solve(stage, desk, left, right, beta, lane);
+      } else {
+        mix(stage, left, right, lane);
+      }
+    }
+    ptx::arrive_as_warp(&shared.prepared[chunk % kStages], lane);
   }
 }
 
@@ -599,6 +680,34 @@ __device__ __forceinline__ void write_state(const State<kTiles>& state, float sc
       const float(&four)[4] = state[i / 32][i % 16];
       const int half = i / 16 % 2 * 2;
       wide_pairs[8 * (i / 16) * kDim / 2 + 4 * (i % 16)] = make_float2(four[half] * scale, four[half + 1] * scale);
+    }
+  }
+}
+
+// x and y as pairs of bfloat16, and what that leaves of them.
+__device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
+  high = ptx::pack_bf16(x, y);
+  low = ptx::pack_bf16(x - ptx::low_bf16(high), y - ptx::high_bf16(high));
+}
+
+// M, for kda_combine, which multiplies by it from the right: [tiles of 8 columns][steps of 16 rows][lanes] of what a lane
+// needs for a product, as two pairs of bfloat16 and two pairs of what that leaves.
+template <int kTiles>
+__device__ __forceinline__ void write_map(const State<kTiles>& state, float scale, char* to, int first_row, int lane) {
+  uint4* const at = ptx::only_here(reinterpret_cast<uint4*>(to) + first_row / 16 * 32 + lane);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < kDim / 8; ++i) {
+      const float(&four)[4] = state[tile][i];
+      u32 high[2], low[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        split(four[2 * half] * scale, four[2 * half + 1] * scale, high[half], low[half]);
+        high[half] = ptx::transpose(high[half]);
+        low[half] = ptx::transpose(low[half]);
+      }
+      at[(i * (kDim / 16) + tile) * 32] = uint4{high[0], high[1], low[0], low[1]};
     }
   }
 }
@@ -781,12 +890,15 @@ __device__ void scan_chunks(const Args& args, Shared<kBounded>& shared, const Wo
         }
       }
     }
-    ptx::warp_sync();
-    if (lane == 0) ptx::arrive(&shared.used[chunk % kStages]);
+    ptx::arrive_as_warp(&shared.used[chunk % kStages], lane);
     if (chunk == ends.checkpoint_chunk) {
       const bool is_bf16 = args.states_are_bf16;
       write_state<kTiles>(state, 1.f / scale, ends.checkpoint + first_row * row_bytes(is_bf16), is_bf16, lane);
     }
+  }
+  if (!kOutput && ends.from_identity) {
+    write_map<kTiles>(state, 1.f / scale, ends.to[0], first_row, lane);
+    return;
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -832,6 +944,7 @@ __device__ void run(const Args& args) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int split = blockIdx.x % kSplits;
   ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   if (warp == 0) {
     const u32 num_heads = static_cast<u32>(args.num_heads);
     // The last first: an engine's long prompts come after sequences of one token.
@@ -843,8 +956,8 @@ __device__ void run(const Args& args) {
       shared.work = work;
       for (int i = 0; i < kStages; ++i) {
         ptx::init_barrier(&shared.copied[i], 32 * kCopyWarps);
-        ptx::init_barrier(&shared.prepared[i], 2);
-        ptx::init_barrier(&shared.used[i], kScanWarps);
+        ptx::init_barrier(&shared.prepared[i], 2 * ptx::kArrivalsOfWarp);
+        ptx::init_barrier(&shared.used[i], kScanWarps * ptx::kArrivalsOfWarp);
       }
     }
   }
@@ -885,7 +998,9 @@ __device__ void run(const Args& args) {
   } else if (warp < kScanWarps + kPrepareWarps) {
     if constexpr (kPrepareRegisters<kTiles> > 128) ptx::take_registers<kPrepareRegisters<kTiles>>();
     const int thread = threadIdx.x - 32 * kScanWarps;
-    prepare_chunks<kBounded, kOutput>(args, shared, read_work(), thread / 64, thread % 64);
+    // Beside the scan of half the values there is room for the longer code, which is faster.
+    constexpr bool kShort = !kBounded && kTiles == 2;
+    prepare_chunks<kBounded, kOutput, kShort>(args, shared, read_work(), thread / 64, thread % 64);
   } else {
     ptx::give_registers<kCopyRegisters>();
     const int tensor = warp - kScanWarps - kPrepareWarps;
@@ -898,33 +1013,17 @@ __device__ void run(const Args& args) {
 // end += (end before) M. A block takes 16 rows of S, a warp 16 columns. Both factors are split into two bfloat16.
 constexpr int kCombineThreads = 256;
 constexpr int kCombineRows = 16;
+constexpr int kCombineRow = 2 * kDim + 16;  // bytes from row to row, so that eight rows lie in different banks
 
 struct CombineShared {
-  float state[2][kCombineRows][kDim + 4];
+  // Of S, in turn: bfloat16, and what that leaves.
+  char high[2][kCombineRows * kCombineRow];
+  char low[2][kCombineRows * kCombineRow];
 };
+static_assert(sizeof(CombineShared) == 17408, "dynamic shared memory");
 
-// What a warp needs of M: [steps of 16 rows][tiles of 8 columns][see ptx::mma_bf16]
-using Map = float[kDim / 16][2][4];
-
-__device__ __forceinline__ void read_map(Map& map, const float* from, int first_column, int lane) {
-#pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = 16 * step + 2 * (lane % 4) + i % 2 + 8 * (i / 2);
-        map[step][tile][i] = from[row * kDim + first_column + 8 * tile + lane / 4];
-      }
-    }
-  }
-}
-
-// x and y as pairs of bfloat16, and what that leaves of them.
-__device__ __forceinline__ void split(float x, float y, u32& high, u32& low) {
-  high = ptx::pack_bf16(x, y);
-  low = ptx::pack_bf16(x - ptx::low_bf16(high), y - ptx::high_bf16(high));
-}
+// What a warp needs of M: [steps of 16 rows][tiles of 8 columns], see write_map.
+using Map = uint4[kDim / 16][2];
 
 __device__ __forceinline__ void combine(const Args& args) {
   CombineShared& shared = *reinterpret_cast<CombineShared*>(ptx::shared_memory());
@@ -935,6 +1034,7 @@ __device__ __forceinline__ void combine(const Args& args) {
   const long long number = blockIdx.x / kParts / num_heads;
   const int lane = threadIdx.x % 32, first_column = 16 * (threadIdx.x / 32);
   ptx::wait_for_previous_kernel();
+  ptx::launch_next_kernel();
   // Sequences of more than two segments, of which there are at most half as many as slots.
   long long sequence = number;
   if (args.num_sequences > args.slots / 2) {
@@ -948,63 +1048,64 @@ __device__ __forceinline__ void combine(const Args& args) {
   const long long step = args.num_heads * kDim * kDim;  // from one segment to the next
   const long long slot = first_number(args, sequence, args.segment_tokens, false);
   const long long place = (slot * args.num_heads + head) * kDim * kDim;
+  const int row = lane / 4, column = first_column + 2 * (lane % 4);
   float* end = args.ends + place + first_row * kDim;
-  const float* from = args.maps + place;
+  const uint4* from = reinterpret_cast<const uint4*>(args.maps + place + step) + first_column / 8 * (kDim / 16) * 32 + lane;
+  const auto read_map = [&](int i, int tile) { return from[(tile * (kDim / 16) + i) * 32]; };
+  const auto read_end = [&](float(&to)[2][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = *reinterpret_cast<const float2*>(end + (row + i % 2 * 8) * kDim + column + i / 2 * 8);
+      to[i / 2][i % 2 * 2] = pair.x;
+      to[i / 2][i % 2 * 2 + 1] = pair.y;
+    }
+  };
+  const auto keep = [&](const float(&x)[2][4], int buffer) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = (row + i % 2 * 8) * kCombineRow + 2 * (column + i / 2 * 8);
+      split(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1], *reinterpret_cast<u32*>(shared.high[buffer] + at),
+            *reinterpret_cast<u32*>(shared.low[buffer] + at));
+    }
+  };
+  float first[2][4];
+  read_end(first);
+  keep(first, 0);
   Map map;
-  read_map(map, from + step, first_column, lane);
-  for (int i = threadIdx.x; i < kCombineRows * kDim; i += kCombineThreads) {
-    shared.state[0][i / kDim][i % kDim] = end[i];
-  }
+#pragma unroll
+  for (int i = 0; i < kDim / 16; ++i) map[i][0] = read_map(i, 0), map[i][1] = read_map(i, 1);
   for (long long segment = 1; segment < segments - 1; ++segment) {
+    const bool is_last = segment == segments - 2;
+    const int part = lane % 16 * kCombineRow + 16 * (lane / 16), buffer = (segment - 1) % 2;
+    float ends[2][4], sums[2][3][4] = {};
     end += step;
-    from += step;
-    const auto& before = shared.state[(segment - 1) % 2];
-    auto& after = shared.state[segment % 2];
-    const int row = lane / 4, column = 2 * (lane % 4);
-    float sums[2][3][4] = {};
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[tile][0][i] = end[(row + 8 * (i / 2)) * kDim + first_column + 8 * tile + column + i % 2];
-      }
-    }
-    u32 high[kDim / 16][2][2], low[kDim / 16][2][2];
-#pragma unroll
-    for (int j = 0; j < kDim / 16; ++j) {
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const float(&x)[4] = map[j][tile];
-        split(x[0], x[1], high[j][tile][0], low[j][tile][0]);
-        split(x[2], x[3], high[j][tile][1], low[j][tile][1]);
-      }
-    }
-    if (segment + 1 < segments - 1) read_map(map, from + step, first_column, lane);
+    from += step / 4;
+    read_end(ends);
     ptx::block_sync();
 #pragma unroll
-    for (int j = 0; j < kDim / 16; ++j) {
+    for (int i = 0; i < kDim / 16; ++i) {
       u32 s[4], rest[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* x = &before[row + 8 * (i % 2)][16 * j + column + 8 * (i / 2)];
-        split(x[0], x[1], s[i], rest[i]);
-      }
+      ptx::load_matrices(s, shared.high[buffer] + part + 32 * i);
+      ptx::load_matrices(rest, shared.low[buffer] + part + 32 * i);
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        ptx::mma_bf16(sums[tile][0], s, high[j][tile][0], high[j][tile][1]);
-        ptx::mma_bf16(sums[tile][1], s, low[j][tile][0], low[j][tile][1]);
-        ptx::mma_bf16(sums[tile][2], rest, high[j][tile][0], high[j][tile][1]);
+        const uint4 m = map[i][tile];
+        ptx::mma_bf16(sums[tile][0], s, m.x, m.y);
+        ptx::mma_bf16(sums[tile][1], s, m.z, m.w);
+        ptx::mma_bf16(sums[tile][2], rest, m.x, m.y);
+        if (!is_last) map[i][tile] = read_map(i, tile);  // of the next segment
       }
     }
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = sums[tile][0][i] + (sums[tile][1][i] + sums[tile][2][i]);
-        const int at_row = row + 8 * (i / 2), at_column = first_column + 8 * tile + column + i % 2;
-        after[at_row][at_column] = x;
-        end[at_row * kDim + at_column] = x;
-      }
+      for (int i = 0; i < 4; ++i) ends[tile][i] += sums[tile][0][i] + (sums[tile][1][i] + sums[tile][2][i]);
+    }
+    keep(ends, 1 - buffer);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      *reinterpret_cast<float2*>(end + (row + i % 2 * 8) * kDim + column + i / 2 * 8) =
+          make_float2(ends[i / 2][i % 2 * 2], ends[i / 2][i % 2 * 2 + 1]);
     }
   }
 }

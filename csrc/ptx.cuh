@@ -43,6 +43,13 @@ __device__ __forceinline__ void store_transposed(void* row, const u32 (&from)[4]
                : "memory");
 }
 
+// A matrix as load_matrices gives it, transposed.
+__device__ __forceinline__ u32 transpose(u32 matrix) {
+  u32 transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
+  return transposed;
+}
+
 // sum += a b, or sum = a b: sum [16, 8], a [16, 16], b [16, 8]. Lane 4r + c holds of sum rows r and r + 8, columns 2c and 2c + 1;
 // of a four pairs, rows r, r + 8, r, r + 8, columns 2c (+1), 2c, 2c + 8, 2c + 8; of b column r, rows 2c (+1), 2c + 8.
 __device__ __forceinline__ void mma_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1, bool from_zero = false) {
@@ -152,6 +159,18 @@ __device__ __forceinline__ void arrive(u64* barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// One lane arrives for its warp. compute-sanitizer's racecheck sees what threads did before only of those that arrive
+// themselves: for it, all do.
+#ifdef VLLM_KDA_ALL_ARRIVE
+constexpr int kArrivalsOfWarp = 32;
+#else
+constexpr int kArrivalsOfWarp = 1;
+#endif
+__device__ __forceinline__ void arrive_as_warp(u64* barrier, int lane) {
+  if (kArrivalsOfWarp == 1) __syncwarp();
+  if (kArrivalsOfWarp == 32 || lane == 0) arrive(barrier);
+}
+
 // Until the phase of this parity has ended.
 __device__ __forceinline__ void wait(u64* barrier, u32 parity) {
   asm volatile(
@@ -179,6 +198,9 @@ __device__ __forceinline__ void arrive_after_copies(u64* barrier) {
 
 // A kernel may be launched while the one before it in the stream still runs, and touches memory only after this.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The next one may be launched once all blocks have said so, where there is room beside them.
+__device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // Move registers between the groups of four warps of a block. Compiled for sm_90 without its `a`, this does nothing.
 template <int kRegisters>

@@ -55,10 +55,11 @@ def untuned_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotuner, "run", run_first)
 
 
-def compile_fatbin(source: Path, fatbin: Path, arch: str) -> None:
-    """Compile for one architecture, as setup.py does."""
+def compile_fatbin(source: Path, fatbin: Path, arch: str, *options: str) -> None:
+    """Compile for one architecture, as setup.py does, with options of nvcc besides."""
     gencode = f"-gencode=arch=compute_{arch},code=sm_{arch}"
-    subprocess.run(["nvcc", "-fatbin", "-std=c++17", "-O3", gencode, str(source), "-o", str(fatbin)], check=True)
+    command = ["nvcc", "-fatbin", "-std=c++17", "-O3", gencode, *options, str(source), "-o", str(fatbin)]
+    subprocess.run(command, check=True)
 
 
 @pytest.fixture(scope="session")

@@ -260,6 +260,18 @@ inline void store_transposed(void* row, const u32 (&from)[4]) {
   }
 }
 
+inline u32 transpose(u32 matrix) {
+  const auto& lanes = emulated::meetings[emulated::current / 32]
+                          .brought[emulated::meet("transpose", &matrix, 1, nullptr)];
+  const int lane = emulated::current % 32;
+  u32 transposed = 0;
+  for (int i = 0; i < 2; ++i) {  // row lane / 4 of what was column lane / 4
+    const u32 pair = lanes[4 * (2 * (lane % 4) + i) + lane / 8][0];
+    transposed |= (pair >> lane / 4 % 2 * 16 & 0xffff) << 16 * i;
+  }
+  return transposed;
+}
+
 inline void mma_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1, bool from_zero = false) {
   emulated::multiply("mma_bf16", sum, a, b0, b1, from_zero, emulated::bf16);
 }
@@ -331,6 +343,11 @@ inline void arrive(u64* barrier) {
   if ((*barrier & 0xffff) == 0 || *barrier >> 33) emulated::fail("a barrier that is none");
   if ((--*barrier & 0xffff) == 0) *barrier = (*barrier | ((*barrier >> 16) & 0xffff)) ^ (u64(1) << 32);
 }
+constexpr int kArrivalsOfWarp = 1;
+inline void arrive_as_warp(u64* barrier, int lane) {
+  warp_sync();
+  if (lane == 0) arrive(barrier);
+}
 inline void wait(u64* barrier, u32 parity) {
   emulated::wait_until(
       [](const void* at, long than) { return long(*static_cast<const u64*>(at) >> 32 & 1) != than; }, barrier,
@@ -347,6 +364,7 @@ inline void arrive_after_copies(u64* barrier) {
 }
 
 inline void wait_for_previous_kernel() {}
+inline void launch_next_kernel() {}
 template <int kRegisters>
 inline void take_registers() {}
 template <int kRegisters>

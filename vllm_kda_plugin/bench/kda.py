@@ -48,18 +48,21 @@ def run(json_file: Path | None, plot_file: Path | None, overhead: bool) -> int:
 
 
 def measure_all(device: torch.device) -> dict[str, Any]:
-    """Measure every case; returns what --json writes."""
+    """Measure every case, or as many as come before ctrl-c; returns what --json writes."""
     report: dict[str, Any] = {**timing.describe(device), "copy_tb_per_s": timing.copy_tb_per_s(device)}
     timing.tell(report)
     if device.type == "cpu":
         print("No kernel runs on a CPU: what is timed here is torch, at small sizes.")
     report["left_out"] = {}
-    rows = []
-    for case in cases(device.type == "cpu"):
-        rows.append(measure(case, device, report))
-        if sys.stderr.isatty():
-            print(f"\r{len(rows)} cases", end="", file=sys.stderr, flush=True)
+    rows: list[dict[str, Any]] = []
     report["cases"] = rows
+    try:
+        for case in cases(device.type == "cpu"):
+            rows.append(measure(case, device, report))
+            if sys.stderr.isatty():
+                print(f"\r{len(rows)} cases", end="", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        report["interrupted"] = True  # what has been measured is shown all the same
     return report
 
 
@@ -109,6 +112,8 @@ def show(report: dict[str, Any]) -> None:
         found = [_cell(row, name) for name in names]
         table.add_row(row["gate"], row["decay"], str(row["heads"]), row["sequences"], f"{row['floor_us']:,.1f}", *found)
     Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False).print(table)
+    if report.get("interrupted"):
+        print("Interrupted: the cases that were to come are missing.")
     print("floor: every byte read or written once, at the speed of a large copy.")
     print("us: of one call that follows another. States are in float32, all else in bfloat16. Errors: against float64.")
     for name, reason in report["left_out"].items():
