@@ -52,8 +52,8 @@ class _Times(NamedTuple):
     """A block that finds nothing to do."""
 
 
-_BOUNDED = _Times(5.2, 1.17, 0.85, 0.83, 0.05, 2.55, 1.3, 1.42)
-_SOFTPLUS = _Times(5.5, 1.25, 0.92, 0.88, 0.05, 2.9, 1.3, 1.11)
+_BOUNDED = _Times(5.1, 1.18, 0.85, 0.8, 0.03, 2.6, 1.0, 1.42)
+_SOFTPLUS = _Times(5.6, 1.25, 0.94, 0.87, 0.04, 2.9, 1.5, 1.11)
 _NEVER_CROWDED = 16
 
 
