@@ -121,3 +121,22 @@ def test_both_ways_do_the_same() -> None:
         states.append(pool.clone())
     assert torch.equal(*outs)
     assert torch.equal(*states)
+
+
+def test_what_was_measured_before_an_interruption_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, measure, measured = tmp_path / "kda.json", kda.measure, 0
+
+    def stop_at_the_third(*args: Any) -> dict[str, Any]:
+        nonlocal measured
+        measured += 1
+        if measured == 3:
+            assert len(json.loads(written.read_text())["cases"]) == 2
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(kda, "measure", stop_at_the_third)
+    assert main(["bench", "kda", "--json", str(written)]) == 0
+    assert len(json.loads(written.read_text())["cases"]) == 2
+    assert "Interrupted" in capsys.readouterr().out

@@ -9,18 +9,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_kda_plugin.bench import calibrate, timing
 from vllm_kda_plugin.bench.attention_cases import cases, peer_cases
 from vllm_kda_plugin.bench.attention_report import show, summarize
+from vllm_kda_plugin.bench.progress import progress
 from vllm_kda_plugin.kernels import loader
 from vllm_kda_plugin.kernels.gather_plan import KERNEL
 
@@ -71,14 +68,14 @@ def measure_all(device: torch.device, json_file: Path | None = None) -> dict[str
             json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     before: tuple[Any, ...] = ()
-    with _progress(len(grid)) as tell:
+    with progress(len(grid)) as tell:
         for case, row in zip(grid, measure_grid(grid, device, clock, tell), strict=True):
             if before not in ((), (case.shape, case.page)):
                 keep()
             before = case.shape, case.page
             report["cases"].append(row)
     keep()
-    with _progress(2 * len(peers)) as tell:
+    with progress(2 * len(peers)) as tell:
         report["peers"] = list(measure_peers(peers, device, clock, tell))
     keep()
     return report
@@ -92,7 +89,7 @@ def measure_calibration(device: torch.device, file: Path) -> None:
     clock = Clock()
     points: list[calibrate.Point] = []
     kinds = list(calibrate.places())
-    with _progress(len(kinds) * len(calibrate.QUERIES) * len(calibrate.CONTEXTS)) as tell:
+    with progress(len(kinds) * len(calibrate.QUERIES) * len(calibrate.CONTEXTS)) as tell:
         for shape, page, cache in kinds:
             try:
                 points += measuring.measure_points(shape, page, cache, device, clock, tell)
@@ -134,19 +131,3 @@ def _prepare(plot_file: Path | None) -> torch.device:
     except loader.KernelUnavailable as error:
         raise CannotMeasure(str(error)) from None
     return device
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr that moves on and shows the words each time it is told some."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        told = 0
-
-        def tell(words: str) -> None:
-            nonlocal told
-            bar.update(task, description=words, completed=told)
-            told += 1
-
-        yield tell

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from vllm_kda_plugin.bench import kda_overhead, timing
 from vllm_kda_plugin.bench.kda_cases import Call, Case, Reference, cases, draw
+from vllm_kda_plugin.bench.progress import progress
 from vllm_kda_plugin.kda.providers import PROVIDERS
 
 _MOST_ERROR = 0.05  # What a kernel that is right does not come near: bfloat16 rounds by 0.002.
@@ -28,11 +30,16 @@ def run(json_file: Path | None, plot_file: Path | None, overhead: bool) -> int:
         plot_file: where the plot goes, if anywhere; its format is that of its extension.
         overhead: measure what allocating costs in place of the kernels.
     """
+
+    def keep(report: dict[str, Any]) -> None:
+        if json_file is not None:
+            json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
     device = timing.choose_device()
     try:
         if plot_file is not None:
             from vllm_kda_plugin.bench import plots
-        report = kda_overhead.measure_all(device) if overhead else measure_all(device)
+        report = kda_overhead.measure_all(device) if overhead else measure_all(device, keep)
     except ImportError as error:
         missing = (error.name or "").startswith("matplotlib")
         said = 'Plots need matplotlib; run: pip install "vllm-kda-plugin[bench]"' if missing else str(error)
@@ -40,15 +47,19 @@ def run(json_file: Path | None, plot_file: Path | None, overhead: bool) -> int:
         return 1
     if not overhead:
         show(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    keep(report)
     if plot_file is not None:
         (plots.save_kda_overhead if overhead else plots.save_kda)(report, plot_file)
     return int(any("wrong" in row for row in report["cases"]))
 
 
-def measure_all(device: torch.device) -> dict[str, Any]:
-    """Measure every case, or as many as come before ctrl-c; returns what --json writes."""
+def measure_all(device: torch.device, keep: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Measure every case, or as many as come before ctrl-c; returns what --json writes.
+
+    Args:
+        device: a GPU or the CPU.
+        keep: is given the report after every case, for a kernel that tunes itself may take minutes, or not end.
+    """
     report: dict[str, Any] = {**timing.describe(device), "copy_tb_per_s": timing.copy_tb_per_s(device)}
     timing.tell(report)
     if device.type == "cpu":
@@ -56,11 +67,13 @@ def measure_all(device: torch.device) -> dict[str, Any]:
     report["left_out"] = {}
     rows: list[dict[str, Any]] = []
     report["cases"] = rows
+    grid = list(cases(device.type == "cpu"))
     try:
-        for case in cases(device.type == "cpu"):
-            rows.append(measure(case, device, report))
-            if sys.stderr.isatty():
-                print(f"\r{len(rows)} cases", end="", file=sys.stderr, flush=True)
+        with progress(len(grid)) as tell:
+            for case in grid:
+                tell(f"{case.gate}, {case.decay} decay, {case.heads} heads, {case.sequences}")
+                rows.append(measure(case, device, report))
+                keep(report)
     except KeyboardInterrupt:
         report["interrupted"] = True  # what has been measured is shown all the same
     return report

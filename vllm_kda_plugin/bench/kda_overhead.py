@@ -48,7 +48,8 @@ def measure_all(device: torch.device) -> dict[str, Any]:
         "device together: the device has nothing to do before it, and the time ends when it has done everything."
     )
     rows: list[dict[str, Any]] = []
-    for name, provider in PROVIDERS.items():
+    for name in sorted(PROVIDERS, key=lambda name: name == "triton"):  # last: it tunes itself, for minutes
+        provider = PROVIDERS[name]
         reason = provider.why_not(_case(1).layer(device))
         if reason is not None:
             print(f"\n{name} is left out: {reason}")
