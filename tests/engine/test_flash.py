@@ -22,6 +22,7 @@ from tests.support.flash import attention, flash_attn_varlen_func
 from vllm_kda_plugin.attention import flash, flash_metadata
 from vllm_kda_plugin.attention.flash import GatherFlashAttentionBackend, GatherFlashAttentionImpl
 from vllm_kda_plugin.attention.flash_metadata import GatherFlashMetadata, GatherFlashMetadataBuilder
+from vllm_kda_plugin.attention.planner import Planner
 from vllm_kda_plugin.attention.stats import STATS
 from vllm_kda_plugin.kernels import loader
 
@@ -294,6 +295,30 @@ def test_stock_steps_run_stocks_own_forward(paged: Stock) -> None:
     check(make_builder(layers=layers), prefills, False)
     make_builder(layers=layers, microbatches=True).build(0, decodes.common())
     assert "forward" not in vars(impl)
+
+
+def test_a_step_whose_plan_comes_to_nothing_is_stock_before_its_layers_run(
+    paged: Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another kind of layer has one."""
+    impls = {"a": make_impl(), "b": make_impl(sliding_window=24)}
+    builder = make_builder(layers={name: SimpleNamespace(impl=impl) for name, impl in impls.items()})
+    batch = Batch([(300, 20)])
+    choose, before = Planner.choose, STATS.stock_steps
+
+    def only_windows(planner: Planner, requests: Any) -> list[Any]:
+        return ["paged"] * len(requests) if planner.layer.window is None else choose(planner, requests)
+
+    monkeypatch.setattr(Planner, "choose", only_windows)
+    metadata = builder.build(0, batch.common())
+    assert isinstance(metadata, GatherFlashMetadata)
+    assert not any("forward" in vars(impl) for impl in impls.values())
+    monkeypatch.setattr(Planner, "choose", lambda planner, requests: ["paged"] * len(requests))
+    metadata = builder.build(0, batch.common())
+    assert type(metadata) is stock.FlashAttentionMetadata
+    assert all("forward" in vars(impl) for impl in impls.values())
+    assert STATS.stock_steps == before + 1
+    torch.testing.assert_close(forward(impls["a"], batch, metadata), expected(impls["a"], batch))
 
 
 def test_the_plan_is_made_once_for_layers_of_a_kind(paged: Stock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ class PlannedStep:
 
 @dataclasses.dataclass
 class HostNumbers:
-    """What the host knows of a step; plans are made when a layer of a new kind asks, then shared by its like."""
+    """What the host knows of a step; its plans are shared by layers of a kind."""
 
     builder: GatherFlashMetadataBuilder
     common: CommonAttentionMetadata
@@ -191,16 +191,20 @@ class GatherFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         """As vLLM's, with the host's numbers where some request may gain from them."""
         stock = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if fast_build or not self._may_gain(common_attn_metadata):
-            self._leave_to_stock(True)
-            STATS.stock_steps += not self._capturing
-            return stock
-        self._leave_to_stock(False)
-        # Becomes ours where it is: it has two dozen fields.
-        stock.__class__ = GatherFlashMetadata
-        planned = cast(GatherFlashMetadata, stock)
-        planned.host = HostNumbers(self, common_attn_metadata)
-        return planned
+        ours = not fast_build and self._may_gain(common_attn_metadata)
+        if ours:
+            # Becomes ours where it is: it has two dozen fields.
+            stock.__class__ = GatherFlashMetadata
+            planned = cast(GatherFlashMetadata, stock)
+            planned.host = HostNumbers(self, common_attn_metadata)
+            if self.planners and not self.must_gather:  # what comes to nothing is seen here, not by each layer
+                for kind in self.planners:
+                    planned.planned(kind)
+                planned.settle()
+            ours = type(stock) is GatherFlashMetadata
+        STATS.stock_steps += not ours and not self._capturing
+        self._leave_to_stock(not ours)
+        return stock
 
     def _may_gain(self, common: CommonAttentionMetadata) -> bool:
         """Whether some request of a step may gain from the host's numbers: a look at the step as a whole."""
