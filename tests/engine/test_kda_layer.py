@@ -265,6 +265,41 @@ def test_vllms_own_setting_is_not_overridden_in_silence(
     assert bool(said) is told
 
 
+@pytest.mark.parametrize(
+    ("theirs", "loads", "kernels"),
+    [("auto", True, ["native", "flashkda", "triton"]), ("triton", True, []), ("auto", False, [])],
+)
+def test_auto_leaves_the_layer_to_vllm_where_ours_is_not_wanted_or_cannot_be_loaded(
+    theirs: str, loads: bool, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_kda_plugin.kda import layers, providers
+    from vllm_kda_plugin.kda.providers import Case
+    from vllm_kda_plugin.kernels.loader import KernelUnavailable
+
+    def load(device: torch.device) -> None:
+        if not loads:
+            raise KernelUnavailable("nothing compiles here")
+
+    said: list[tuple[object, ...]] = []
+    monkeypatch.setattr(layers.logger, "warning_once", lambda *words: said.append(words))
+    monkeypatch.setattr(layers.kda_native, "load", load)
+    monkeypatch.setattr(providers, "_missing", lambda module: None)
+    config: Any = SimpleNamespace(additional_config={"kda_prefill_backend": theirs})
+    case = Case("cuda", (9, 0), 128, torch.bfloat16, torch.float32, -5.0)
+    found = layers._automatic(config, case, "NVIDIA H200")
+    assert [provider.name for provider in found] == kernels
+    assert bool(said) is not loads
+    assert layers._automatic(config, case, "NVIDIA H100") == ()
+
+
+def test_compiled_models_are_told_apart_by_the_kernels() -> None:
+    from vllm_kda_plugin.kda.layers import _hash_with_the_model
+
+    config: Any = SimpleNamespace(additional_config={"kda_plugin": {"prefill": "auto"}})
+    _hash_with_the_model(config, "native")
+    assert config.additional_config == {"kda_plugin": {"prefill": "auto"}, "kda_plugin_prefill": "native"}
+
+
 def test_what_a_step_s_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Is made once, for vLLM's Triton kernels know lengths by the tensor; a copy of the metadata has its own."""
     from vllm_kda_plugin.kda.layers import _step

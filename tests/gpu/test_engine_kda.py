@@ -168,6 +168,16 @@ def test_calls_by_another_kernel(tmp_path: pathlib.Path, name: str, mode: str) -
     assert found.fewest_prefills > 7
 
 
+def test_our_kernel_is_taken_by_itself(tmp_path: pathlib.Path) -> None:
+    watch = Watch(NATIVE)
+    found = generate(
+        tmp_path, FULL_RANK(), random_prompts([*LENGTHS, 3000, 9000]), ours=True, watch=watch, **SETTINGS, **GRAPHS
+    )
+    assert found.kda_layers == {f"Workspace{K3}: native or flashkda or triton"}
+    assert found.fewest_prefills > 7
+    watch.check()
+
+
 @pytest.mark.parametrize("name", ["kimi-k3", "own linear by native", "own k3 by native"])
 def test_prefix_cache_hits(tmp_path: pathlib.Path, name: str) -> None:
     """In the second round, from a checkpoint inside the first round's prefills."""

@@ -28,6 +28,7 @@ from vllm_kda_plugin.kda.providers import PROVIDERS, Case, Provider, batch_invar
 from vllm_kda_plugin.kda.short_conv import short_conv
 from vllm_kda_plugin.kda.workspace import KdaWorkspace
 from vllm_kda_plugin.kernels import kda_native, states
+from vllm_kda_plugin.kernels.loader import KernelUnavailable
 
 logger = init_logger("vllm.kda_plugin")
 
@@ -66,7 +67,7 @@ class KdaLayer:
         # Without times measured on this GPU only who names a kernel gets it there.
         self.gpu = "" if self.on_cpu else current_platform.get_device_name()
         self.multiprocessors = 0 if self.on_cpu else current_platform.num_compute_units()
-        self.candidates = candidates(self.case, self.gpu) if choice == "auto" and not self.on_cpu else ()
+        self.candidates = () if choice != "auto" or self.on_cpu else _automatic(vllm_config, self.case, self.gpu)
         self.is_stock = choice == "auto" and not self.on_cpu and not self.candidates
         if self.is_stock:
             logger.info_once("KDA prefill of %s is vLLM's own; kda_plugin.prefill may name another.", layer_kind)
@@ -75,8 +76,9 @@ class KdaLayer:
         self.workspace = self._workspace(vllm_config)
         self.workspace.reserve(checkpoint=self.takes_checkpoints)
         if choice != "auto":
-            _hash_with_the_model(vllm_config, choice)
             _tell_if_overridden(vllm_config, choice)
+        if choice != "auto" or not self.on_cpu:
+            _hash_with_the_model(vllm_config, self.kernels)
         if current_platform.is_cuda():
             device = torch.device(current_platform.device_type)
             states.load(device)
@@ -331,20 +333,37 @@ def _side_by_side(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat(parts, -1)
 
 
-def _hash_with_the_model(vllm_config: VllmConfig, choice: str) -> None:
-    """Put what the environment chose into the config, by which vLLM's cache of compiled models tells them apart.
+def _automatic(vllm_config: VllmConfig, case: Case, gpu: str) -> tuple[Provider, ...]:
+    """What ``auto`` chooses from on a GPU; nothing where the layer stays vLLM's own."""
+    found = candidates(case, gpu)
+    if not found or _theirs(vllm_config) != "auto":
+        return ()
+    try:
+        kda_native.load(torch.device(current_platform.device_type))
+    except KernelUnavailable as error:
+        logger.warning_once("KDA prefill stays vLLM's own, the kernel of this plugin cannot be loaded: %s", error)
+        return ()
+    return found
+
+
+def _hash_with_the_model(vllm_config: VllmConfig, kernels: str) -> None:
+    """Put what was chosen into the config, by which vLLM's cache of compiled models tells them apart.
 
     Bailing's graph depends on it.
     """
     additional = vllm_config.additional_config
     if isinstance(additional, dict):
-        additional.setdefault(SECTION, {}).setdefault("prefill", choice)
+        additional.setdefault(f"{SECTION}_prefill", kernels)
+
+
+def _theirs(vllm_config: VllmConfig) -> str:
+    """VLLM's own setting of the same thing."""
+    additional = vllm_config.additional_config
+    return str(additional.get("kda_prefill_backend", "auto")) if isinstance(additional, dict) else "auto"
 
 
 def _tell_if_overridden(vllm_config: VllmConfig, choice: str) -> None:
-    """Of vLLM's own setting of the same thing."""
-    additional = vllm_config.additional_config
-    theirs = additional.get("kda_prefill_backend", "auto") if isinstance(additional, dict) else "auto"
+    theirs = _theirs(vllm_config)
     if theirs not in ("auto", choice):
         logger.warning_once("kda_plugin.prefill = %s is used, not --kda-prefill-backend %s.", choice, theirs)
 
