@@ -46,7 +46,7 @@ class PluginConfig(BaseModel):
     """File that ``vllm-kda bench attention --calibrate`` wrote on this GPU; "" for what comes with the package."""
 
     prefill: Literal["auto", "native", "flashkda", "triton", "torch"] = "auto"
-    """The kernel of KDA layers' prefill; auto is the best that can run a layer on a CPU, vLLM's own layer on a GPU."""
+    """The kernel of KDA layers' prefill; auto is the fastest that was measured, see README."""
 
     @classmethod
     def from_vllm(cls, vllm_config: VllmConfig) -> PluginConfig:

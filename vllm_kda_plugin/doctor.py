@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_kda_plugin.environment import (
+    KDA_MEASURED_ON,
     NEWEST_PYTHON,
     NOT_ON_CPU,
     OLDEST_PYTHON,
@@ -186,7 +187,13 @@ def check_kda(facts: Facts) -> Iterator[Row]:
     """Which kernel would run the prefill of KDA layers, which others could, and why not the rest."""
     for gate, reasons in facts.engine.get("kda", {}).items():
         able = [name for name, reason in reasons.items() if not reason]
-        best = f"{able[0]} is chosen" if facts.on_cpu else f"vLLM's own unless named; {able[0]} is best"
+        if facts.on_cpu:
+            best = f"{able[0]} is chosen"
+        elif "native" in able and any(gpu.split(",")[0] in KDA_MEASURED_ON for gpu in facts.gpus):
+            able.sort(key=lambda name: name != "native")
+            best = "native is chosen"
+        else:
+            best = f"vLLM's own unless named; {able[0]} is best"
         said = [best, *(f"{name} can too" for name in able[1:])]
         said += [f"not {name}: {reason}" for name, reason in reasons.items() if reason]
         slow = able == ["torch"] and not facts.on_cpu

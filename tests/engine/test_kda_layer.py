@@ -160,7 +160,7 @@ def make_layer(monkeypatch: pytest.MonkeyPatch, metadata: dict[str, Any] | None,
     class Layer(ours, Stock):
         def __init__(self) -> None:
             Stock.__init__(self)
-            self.on_cpu, self.bound, self.candidates, self.workspace = on_cpu, -5.0, (TORCH,), workspace()
+            self.on_cpu, self.bound, self.provider, self.workspace = on_cpu, -5.0, TORCH, workspace()
 
         def _convolve(self, m: Any, qkv: Any, *rest: Any) -> Any:
             self.on_cpu = True  # the convolution of the CPU
@@ -266,11 +266,16 @@ def test_vllms_own_setting_is_not_overridden_in_silence(
 
 
 @pytest.mark.parametrize(
-    ("theirs", "loads", "kernels"),
-    [("auto", True, ["native", "flashkda", "triton"]), ("triton", True, []), ("auto", False, [])],
+    ("theirs", "missing", "loads", "taken", "told"),
+    [
+        ("auto", None, True, True, False),
+        ("triton", None, True, False, False),
+        ("auto", None, False, False, True),
+        ("auto", "cupy is not installed", True, False, True),
+    ],
 )
 def test_auto_leaves_the_layer_to_vllm_where_ours_is_not_wanted_or_cannot_be_loaded(
-    theirs: str, loads: bool, kernels: list[str], monkeypatch: pytest.MonkeyPatch
+    theirs: str, missing: str | None, loads: bool, taken: bool, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_kda_plugin.kda import layers, providers
     from vllm_kda_plugin.kda.providers import Case
@@ -283,13 +288,13 @@ def test_auto_leaves_the_layer_to_vllm_where_ours_is_not_wanted_or_cannot_be_loa
     said: list[tuple[object, ...]] = []
     monkeypatch.setattr(layers.logger, "warning_once", lambda *words: said.append(words))
     monkeypatch.setattr(layers.kda_native, "load", load)
-    monkeypatch.setattr(providers, "_missing", lambda module: None)
+    monkeypatch.setattr(providers, "_missing", lambda module: missing)
     config: Any = SimpleNamespace(additional_config={"kda_prefill_backend": theirs})
     case = Case("cuda", (9, 0), 128, torch.bfloat16, torch.float32, -5.0)
     found = layers._automatic(config, case, "NVIDIA H200")
-    assert [provider.name for provider in found] == kernels
-    assert bool(said) is not loads
-    assert layers._automatic(config, case, "NVIDIA H100") == ()
+    assert found is (PROVIDERS["native"] if taken else None)
+    assert bool(said) is told
+    assert layers._automatic(config, case, "NVIDIA H100") is None
 
 
 def test_compiled_models_are_told_apart_by_the_kernels() -> None:
@@ -392,7 +397,7 @@ def test_checkpoints_are_asked_for_where_our_kernel_takes_them(kernel: str, is_s
             Taking.__init__(self)
             self.on_cpu, self.is_stock = False, is_stock
             if not is_stock:
-                self.candidates = (PROVIDERS[kernel],)
+                self.provider = PROVIDERS[kernel]
             self.decide_checkpoints()
 
     layer = Layer()

@@ -173,7 +173,7 @@ def test_our_kernel_is_taken_by_itself(tmp_path: pathlib.Path) -> None:
     found = generate(
         tmp_path, FULL_RANK(), random_prompts([*LENGTHS, 3000, 9000]), ours=True, watch=watch, **SETTINGS, **GRAPHS
     )
-    assert found.kda_layers == {f"Workspace{K3}: native or flashkda or triton"}
+    assert found.kda_layers == {f"Workspace{K3}: native"}
     assert found.fewest_prefills > 7
     watch.check()
 

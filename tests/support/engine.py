@@ -129,7 +129,7 @@ def run(
     gathers, fresh_calls = STATS.gathers, STATS.fresh_calls
     with engine(model, backend, **settings) as llm, _workspace_locked(llm, locked):
         ran = implementations(llm)
-        kda_layers = {f"{type(layer).__name__}: {layer.kernels}" for layer in _ours(llm)}
+        kda_layers = {f"{type(layer).__name__}: {layer.provider.name}" for layer in _ours(llm)}
         sampling = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
@@ -189,7 +189,7 @@ def _unlock_workspace(worker: Any) -> None:
 def _ours(llm: Any) -> list[Any]:
     """KDA layers that are ours."""
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    return [layer for layer in layers if hasattr(layer, "candidates")]
+    return [layer for layer in layers if hasattr(layer, "provider")]
 
 
 def _class_name(cls: type[Any]) -> str:

@@ -150,7 +150,7 @@ def generate(
             [list(output.outputs[0].token_ids) for output in outputs],
             [candidates(output) for output in outputs],
             sum(output.num_cached_tokens or 0 for output in outputs),
-            {f"{type(layer).__name__}: {layer.kernels if ours else 'stock'}" for layer in kda_layers},
+            {f"{type(layer).__name__}: {layer.provider.name if ours else 'stock'}" for layer in kda_layers},
             min((layer.prefills for layer in kda_layers if isinstance(layer, KdaLayer)), default=0),
         )
     finally:

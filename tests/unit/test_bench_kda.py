@@ -137,6 +137,6 @@ def test_what_was_measured_before_an_interruption_is_kept(
         return measure(*args)
 
     monkeypatch.setattr(kda, "measure", stop_at_the_third)
-    assert main(["bench", "kda", "--json", str(written)]) == 0
+    assert main(["bench", "kda", "--json", str(written)]) == 130
     assert len(json.loads(written.read_text())["cases"]) == 2
     assert "Interrupted" in capsys.readouterr().out

@@ -109,6 +109,10 @@ def test_kernels_of_kda_layers() -> None:
     )
     softplus = "vLLM's own unless named; triton is best; torch can too; not flashkda: the bounded gate only"
     assert found["KDA prefill, softplus gate"] == softplus
+    kda["bounded"]["native"] = ""
+    found = {row.name: row.found for row in doctor.examine(facts)}
+    assert found["KDA prefill, bounded gate"] == "native is chosen; flashkda can too; triton can too; torch can too"
+    del kda["bounded"]["native"]
     kda["bounded"] |= {"flashkda": missing, "triton": missing}
     (row,) = bad(facts)
     assert row.verdict == "warning"

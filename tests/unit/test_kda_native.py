@@ -217,9 +217,3 @@ def test_a_long_sequence_is_cut_though_many_short_ones_fill_the_gpu() -> None:
         assert among.segment_tokens > 0
         assert abs(among.segment_tokens - alone.segment_tokens) <= alone.segment_tokens
         assert not schedule(8192 + 64, 65, heads, 132).segment_tokens, "nobody knows"
-
-
-def test_predictions_do_not_fall_with_more_tokens() -> None:
-    for heads, sequences in itertools.product((1, 12, 96), (1, 8, 256)):
-        times = [kda_native.predicted_us(tokens, sequences, heads, 132) for tokens in range(sequences, 40_000, 997)]
-        assert times == sorted(times)

@@ -23,7 +23,7 @@ _PIPE_COLUMNS = 160
 
 
 def run(json_file: Path | None, plot_file: Path | None, overhead: bool) -> int:
-    """Measure, print and write; returns 1 if a result is wrong or nothing can be measured, else 0.
+    """Measure, print and write; returns 1 if a result is wrong or nothing can be measured, 130 after ctrl-c, else 0.
 
     Args:
         json_file: where all figures go, if anywhere.
@@ -48,9 +48,9 @@ def run(json_file: Path | None, plot_file: Path | None, overhead: bool) -> int:
     if not overhead:
         show(report)
     keep(report)
-    if plot_file is not None:
+    if plot_file is not None and report["cases"]:
         (plots.save_kda_overhead if overhead else plots.save_kda)(report, plot_file)
-    return int(any("wrong" in row for row in report["cases"]))
+    return 130 if report.get("interrupted") else int(any("wrong" in row for row in report["cases"]))
 
 
 def measure_all(device: torch.device, keep: Callable[[dict[str, Any]], object]) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 
 from vllm_kda_plugin.config import SECTION, PluginConfig
-from vllm_kda_plugin.kda.fastest import Shape, candidates, fastest
+from vllm_kda_plugin.environment import KDA_MEASURED_ON
 from vllm_kda_plugin.kda.prefill import kda_prefill
-from vllm_kda_plugin.kda.providers import PROVIDERS, Case, Provider, batch_invariant, select
+from vllm_kda_plugin.kda.providers import PROVIDERS, Case, Provider, select
 from vllm_kda_plugin.kda.short_conv import short_conv
 from vllm_kda_plugin.kda.workspace import KdaWorkspace
 from vllm_kda_plugin.kernels import kda_native, states
@@ -51,6 +51,8 @@ class KdaLayer:
     """Batches that this layer has run on our path."""
     is_stock = False
     """Every batch is the stock layer's."""
+    saves_checkpoints = False
+    """Whether vLLM will ask for them."""
     has_checkpoints = False
     """Whether the batches of vLLM's class may ask for prefix-cache checkpoints inside a prefill."""
 
@@ -65,26 +67,28 @@ class KdaLayer:
         layer_kind = type(self).__bases__[-1].__name__
         self.case = self._case(vllm_config)
         # Without times measured on this GPU only who names a kernel gets it there.
-        self.gpu = "" if self.on_cpu else current_platform.get_device_name()
-        self.multiprocessors = 0 if self.on_cpu else current_platform.num_compute_units()
-        self.candidates = () if choice != "auto" or self.on_cpu else _automatic(vllm_config, self.case, self.gpu)
-        self.is_stock = choice == "auto" and not self.on_cpu and not self.candidates
-        if self.is_stock:
+        if choice == "auto" and not self.on_cpu:
+            provider = _automatic(vllm_config, self.case, current_platform.get_device_name())
+        else:
+            provider = select(choice, self.case)
+        if provider is None:
+            self.is_stock = True
             logger.info_once("KDA prefill of %s is vLLM's own; kda_plugin.prefill may name another.", layer_kind)
             return
-        self.candidates = self.candidates or (select(choice, self.case),)
+        self.provider = provider
+        self.saves_checkpoints = self.takes_checkpoints and vllm_config.cache_config.mamba_cache_mode == "align"
         self.workspace = self._workspace(vllm_config)
-        self.workspace.reserve(checkpoint=self.takes_checkpoints)
+        self.workspace.reserve(checkpoint=self.saves_checkpoints)
         if choice != "auto":
             _tell_if_overridden(vllm_config, choice)
         if choice != "auto" or not self.on_cpu:
-            _hash_with_the_model(vllm_config, self.kernels)
+            _hash_with_the_model(vllm_config, provider.name)
         if current_platform.is_cuda():
             device = torch.device(current_platform.device_type)
             states.load(device)
-            if PROVIDERS["native"] in self.candidates:
+            if provider.name == "native":
                 kda_native.load(device)
-        logger.info_once("KDA prefill of %s runs on %s.", layer_kind, self.kernels)
+        logger.info_once("KDA prefill of %s runs on %s.", layer_kind, provider.name)
 
     def gate_bound(self) -> float | None:
         """Lower bound of the gate, None for softplus."""
@@ -114,35 +118,20 @@ class KdaLayer:
             head_dim=self.head_dim,
             dtype=vllm_config.model_config.dtype,
             state_dtype=self.get_state_dtype()[1],  # type: ignore[attr-defined]
-            providers=self.candidates,
+            providers=(self.provider,),
         )
-
-    @property
-    def kernels(self) -> str:
-        """Names of what a prefill may run on."""
-        return " or ".join(provider.name for provider in self.candidates)
 
     @property
     def checkpoint_step(self) -> int:
         """Tokens, of which the offset of a checkpoint inside a prefill is a multiple; 0: none may be asked for."""
         if self.is_stock or self.on_cpu or not self.has_checkpoints:
             return 0
-        return max(provider.checkpoint_step for provider in self.candidates)
+        return self.provider.checkpoint_step
 
     @property
     def takes_checkpoints(self) -> bool:
         """Whether a prefill may be asked for states inside it."""
         return bool(self.checkpoint_step)
-
-    def choose(self, num_tokens: int, step: _Step) -> Provider:
-        """The kernel of a step."""
-        able = self.candidates
-        if step.checkpoint_offsets is not None:
-            able = tuple(provider for provider in able if provider.checkpoint_step == self.checkpoint_step)
-        if len(able) == 1 or num_tokens == 0 or batch_invariant():
-            return able[0]
-        shape = Shape(num_tokens, step.num_sequences, self.local_num_heads, step.max_seqlen)
-        return fastest(able, self.case, self.gpu, self.multiprocessors, shape)
 
     def decide_checkpoints(self) -> None:
         """Ask vLLM for prefix-cache checkpoints inside a prefill if our kernel takes them, whatever stock would do."""
@@ -204,7 +193,7 @@ class KdaLayer:
         """
         m = self._metadata()
         if m is None:  # a profile run
-            self.workspace.reserve(checkpoint=self.takes_checkpoints)
+            self.workspace.reserve(checkpoint=self.saves_checkpoints)
             return
         if m.num_spec_decodes == 0:
             rows = slice(m.num_actual_tokens)
@@ -244,7 +233,7 @@ class KdaLayer:
             for x in self._convolve(m, qkv, conv_state, step)
         )
         checkpoint = getattr(m, "checkpoint", None)
-        provider = self.choose(qkv[0].shape[0], step)
+        provider = self.provider
         buffers = self.workspace.take(
             qkv[0].shape[0],
             step.num_sequences,
@@ -333,17 +322,21 @@ def _side_by_side(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat(parts, -1)
 
 
-def _automatic(vllm_config: VllmConfig, case: Case, gpu: str) -> tuple[Provider, ...]:
-    """What ``auto`` chooses from on a GPU; nothing where the layer stays vLLM's own."""
-    found = candidates(case, gpu)
-    if not found or _theirs(vllm_config) != "auto":
-        return ()
-    try:
-        kda_native.load(torch.device(current_platform.device_type))
-    except KernelUnavailable as error:
-        logger.warning_once("KDA prefill stays vLLM's own, the kernel of this plugin cannot be loaded: %s", error)
-        return ()
-    return found
+def _automatic(vllm_config: VllmConfig, case: Case, gpu: str) -> Provider | None:
+    """What ``auto`` takes on a GPU; None where the layer stays vLLM's own."""
+    own = PROVIDERS["native"]
+    if gpu not in KDA_MEASURED_ON or _theirs(vllm_config) != "auto":
+        return None
+    reason = own.why_not(case)
+    if reason is None:
+        try:
+            kda_native.load(torch.device(current_platform.device_type))
+        except KernelUnavailable as error:
+            reason = str(error)
+    if reason is None:
+        return own
+    logger.warning_once("KDA prefill stays vLLM's own, the kernel of this plugin cannot run it: %s", reason)
+    return None
 
 
 def _hash_with_the_model(vllm_config: VllmConfig, kernels: str) -> None:

@@ -381,7 +381,7 @@ def _flashkda_scratch_bytes(num_tokens: int, num_sequences: int, num_heads: int)
 PROVIDERS: dict[str, Provider] = {
     provider.name: provider for provider in (FlashKdaProvider(), TritonProvider(), TorchProvider(), NativeProvider())
 }
-"""Best first, but for those that are taken only when asked for, or by their times: see ``kda/fastest.py``."""
+"""Best first, but for those that are taken only when asked for, or where they were measured."""
 _ONLY_BY_NAME = ("native",)
 
 

@@ -123,25 +123,11 @@ def schedule(
     if batch_invariant:
         return Schedule()
     longest = -(-num_tokens // num_sequences) if max_seqlen is None else min(max_seqlen, num_tokens)
-    cut = _predictions(_about(num_tokens), num_sequences, num_heads, multiprocessors, _about(longest), bounded)[1]
+    cut = _fastest_cut(_about(num_tokens), num_sequences, num_heads, multiprocessors, _about(longest), bounded)
     if not cut.segment_tokens:
         return cut
     most_segments = 0 if max_seqlen is None else -(-longest // cut.segment_tokens)
     return cut._replace(slots=num_tokens // cut.segment_tokens, most_segments=most_segments)
-
-
-def predicted_us(
-    num_tokens: int,
-    num_sequences: int,
-    num_heads: int,
-    multiprocessors: int,
-    max_seqlen: int | None = None,
-    *,
-    bounded: bool = True,
-) -> float:
-    """Microseconds of the GPU that a call should take; see :func:`schedule`."""
-    longest = -(-num_tokens // num_sequences) if max_seqlen is None else min(max_seqlen, num_tokens)
-    return _predictions(_about(num_tokens), num_sequences, num_heads, multiprocessors, _about(longest), bounded)[0]
 
 
 def _about(number: int) -> int:
@@ -151,10 +137,9 @@ def _about(number: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _predictions(
+def _fastest_cut(
     num_tokens: int, num_sequences: int, num_heads: int, multiprocessors: int, longest: int, bounded: bool
-) -> tuple[float, Schedule]:
-    """The least time, and its cut."""
+) -> Schedule:
     longest = max(1, longest)
     num_long = min(num_sequences, max(1, num_tokens // longest))
     num_short = num_sequences - num_long
@@ -168,7 +153,8 @@ def _predictions(
         if slots * num_heads > _MOST_PLACES:
             break
         cuts += [Schedule(1, length, slots), Schedule(2, length, slots)]
-    return min((_us(cut, kinds, num_sequences * num_heads, num_heads, multiprocessors, bounded), cut) for cut in cuts)
+    num_states = num_sequences * num_heads
+    return min(cuts, key=lambda cut: _us(cut, kinds, num_states, num_heads, multiprocessors, bounded))
 
 
 def _us(
