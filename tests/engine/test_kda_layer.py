@@ -30,7 +30,7 @@ def _fresh_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def workspace(max_tokens: int = 64, max_sequences: int = 8) -> KdaWorkspace:
-    return KdaWorkspace(max_tokens, max_sequences, HEADS, DIM, torch.float32, torch.float32, (TORCH,))
+    return KdaWorkspace(max_tokens, max_sequences, HEADS, DIM, torch.float32, torch.float32, TORCH)
 
 
 def test_buffers_are_contiguous_aligned_and_apart() -> None:
@@ -49,7 +49,7 @@ def test_buffers_are_contiguous_aligned_and_apart() -> None:
 @pytest.mark.parametrize("heads", [1, 3, 12])
 @pytest.mark.parametrize("dim", [24, 128])
 def test_slices_start_256_bytes_apart_whatever_their_sizes(heads: int, dim: int) -> None:
-    layer = KdaWorkspace(613, 3, heads, dim, torch.bfloat16, torch.bfloat16, (TORCH,))
+    layer = KdaWorkspace(613, 3, heads, dim, torch.bfloat16, torch.bfloat16, TORCH)
     layer.reserve(checkpoint=True)
     for num_tokens, num_sequences in itertools.product((1, 2, 17, 613), (1, 3)):
         buffers = layer.take(num_tokens, num_sequences, final_state=True, out=True, checkpoint=True)
@@ -88,7 +88,7 @@ def test_any_allowed_step_fits_once_locked() -> None:
 def test_no_states_are_reserved_for_a_kernel_that_writes_the_pool_itself() -> None:
     from vllm.v1.worker.workspace import lock_workspace
 
-    layer = dataclasses.replace(workspace(), max_sequences=4096, providers=(PROVIDERS["native"],))
+    layer = dataclasses.replace(workspace(), max_sequences=4096, provider=PROVIDERS["native"])
     layer.reserve(checkpoint=False)
     lock_workspace()
     assert layer.take(64, 4096, final_state=False, out=True, checkpoint=False).final_state is None

@@ -89,7 +89,7 @@ def make_ways(provider: Provider, tokens: int, device: torch.device) -> dict[str
     rows = torch.arange(3, 3 + sequences, dtype=torch.int32, device=device)
     has_state = torch.arange(sequences, device=device) % 2 == 0
     state = pool, rows, has_state
-    layer = KdaWorkspace(max(TOKENS), MOST_SEQUENCES, HEADS, HEAD_DIM, DTYPE, STATE_DTYPE, (provider,))
+    layer = KdaWorkspace(max(TOKENS), MOST_SEQUENCES, HEADS, HEAD_DIM, DTYPE, STATE_DTYPE, provider)
     layer.reserve(checkpoint=False)
     ways: dict[str, Call] = {
         "before": functools.partial(_before, _ALLOCATING[provider.name], inputs, *state),

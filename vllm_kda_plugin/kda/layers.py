@@ -65,12 +65,12 @@ class KdaLayer:
         self.bound = self.gate_bound()
         choice: str = PluginConfig.from_vllm(vllm_config).prefill
         layer_kind = type(self).__bases__[-1].__name__
-        self.case = self._case(vllm_config)
+        case = self._case(vllm_config)
         # Without times measured on this GPU only who names a kernel gets it there.
         if choice == "auto" and not self.on_cpu:
-            provider = _automatic(vllm_config, self.case, current_platform.get_device_name())
+            provider = _automatic(vllm_config, case, current_platform.get_device_name())
         else:
-            provider = select(choice, self.case)
+            provider = select(choice, case)
         if provider is None:
             self.is_stock = True
             logger.info_once("KDA prefill of %s is vLLM's own; kda_plugin.prefill may name another.", layer_kind)
@@ -118,7 +118,7 @@ class KdaLayer:
             head_dim=self.head_dim,
             dtype=vllm_config.model_config.dtype,
             state_dtype=self.get_state_dtype()[1],  # type: ignore[attr-defined]
-            providers=(self.provider,),
+            provider=self.provider,
         )
 
     @property

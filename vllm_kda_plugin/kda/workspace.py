@@ -39,7 +39,7 @@ class KdaWorkspace:
         head_dim: of keys and values.
         dtype: of the output.
         state_dtype: of the states.
-        providers: the kernels that a step may take.
+        provider: the kernel.
     """
 
     max_tokens: int
@@ -48,7 +48,7 @@ class KdaWorkspace:
     head_dim: int
     dtype: torch.dtype
     state_dtype: torch.dtype
-    providers: tuple[Provider, ...]
+    provider: Provider
 
     def specs(self, num_tokens: int, num_sequences: int) -> tuple[_Spec, ...]:
         """Shape and dtype of each buffer, in the order of :class:`Buffers`.
@@ -62,7 +62,7 @@ class KdaWorkspace:
                 f"(--max-num-batched-tokens) in {self.max_sequences} sequences (--max-num-seqs)"
             )
         size = num_tokens, num_sequences, self.num_heads, self.head_dim
-        scratch = max(scratch_bytes(provider, *size, self.dtype, self.state_dtype) for provider in self.providers)
+        scratch = scratch_bytes(self.provider, *size, self.dtype, self.state_dtype)
         state = (num_sequences, self.num_heads, self.head_dim, self.head_dim)
         return (
             ((scratch,), torch.uint8),
@@ -80,8 +80,8 @@ class KdaWorkspace:
         Args:
             checkpoint: whether a step may take checkpoints.
         """
-        final_state = not all(provider.pools for provider in self.providers)
-        self.take(self.max_tokens, self.max_sequences, final_state=final_state, out=True, checkpoint=checkpoint)
+        sizes = self.max_tokens, self.max_sequences
+        self.take(*sizes, final_state=not self.provider.pools, out=True, checkpoint=checkpoint)
 
     def take(self, num_tokens: int, num_sequences: int, *, final_state: bool, out: bool, checkpoint: bool) -> Buffers:
         """The buffers of a step, all at once; see :meth:`specs` for what is refused.
