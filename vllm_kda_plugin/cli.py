@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PLOT_FORMATS = (".pdf", ".png", ".svg")
+REPORT_PARTS = ("gather", "attention", "kda", "kda-overhead", "serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +69,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.add_argument("--eager", action="store_true", help="neither compile the model nor use CUDA graphs")
     _add_files(serve)
     serve.set_defaults(run=_bench_serve)
+    summary = "run every benchmark that this machine can run, one after the other, and write one HTML page"
+    report = benches.add_parser("report", help=summary, description=summary)
+    report.add_argument(
+        "folder", type=Path, metavar="DIR", help="where everything goes; what is complete there is not run again"
+    )
+    report.add_argument("--only", nargs="+", choices=REPORT_PARTS, metavar="PART", help="run these parts and no other")
+    report.set_defaults(run=_bench_report)
+    summary = "what got slower and faster between two reports, or two JSON files of one benchmark"
+    compare = benches.add_parser("compare", help=summary, description=summary)
+    for name, which in (("before", "a report's folder, or what --json wrote"), ("after", "the same of another run")):
+        compare.add_argument(name, type=Path, metavar="AB"[name == "after"], help=which)
+    compare.add_argument(
+        "--threshold",
+        type=_percent,
+        default=3.0,
+        metavar="PERCENT",
+        help="list what takes this much more time in one than in the other (default: 3)",
+    )
+    compare.add_argument(
+        "--fail-above", type=_percent, metavar="PERCENT", help="exit with 1 if a figure got slower by more than this"
+    )
+    compare.set_defaults(run=_bench_compare)
     arguments = vars(parser.parse_args(argv))
     return int(arguments.pop("run")(**arguments))
 
@@ -127,6 +151,18 @@ def _bench_serve(**options: Any) -> int:
     return serve.run(**options)
 
 
+def _bench_report(folder: Path, only: Sequence[str] | None) -> int:
+    from vllm_kda_plugin.bench import report
+
+    return report.run(folder, only)
+
+
+def _bench_compare(**options: Any) -> int:
+    from vllm_kda_plugin.bench import compare
+
+    return compare.run(**options)
+
+
 def _new_file(text: str) -> Path:
     """A file that can be written, so that nothing is measured in vain."""
     path = Path(text)
@@ -152,6 +188,16 @@ def _positive(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}, must be a whole number from 1")
+    return number
+
+
+def _percent(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a number from 0")
     return number
 
 

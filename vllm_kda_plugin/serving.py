@@ -137,7 +137,7 @@ class Server:
         command += ["--host", "127.0.0.1", "--port", str(self.port), *_SHUTDOWN, *self.args]
         try:
             # An exception out of Popen would lose the process that it had just made.
-            with self.log.open("wb") as output, _interrupts_deferred():
+            with self.log.open("wb") as output, interrupts_deferred():
                 # A session of its own: a terminal's Ctrl-C reaches us alone, and we end the server in order.
                 self._process = subprocess.Popen(
                     command,
@@ -202,7 +202,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def _interrupts_deferred() -> Iterator[None]:
+def interrupts_deferred() -> Iterator[None]:
     """SIGINT, SIGTERM and SIGHUP that come within the block take effect at its end."""
     if threading.current_thread() is not threading.main_thread():  # no handler ever runs in another
         yield
