@@ -95,7 +95,16 @@ def test_every_feature_has_a_test_or_says_that_it_has_none(section: str) -> None
 def test_commands_are_understood(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     monkeypatch.chdir(tmp_path)
-    for name in ("doctor", "demo", "bench_gather", "bench_kda", "bench_attention", "bench_serve"):
+    for name in (
+        "doctor",
+        "demo",
+        "bench_gather",
+        "bench_kda",
+        "bench_attention",
+        "bench_serve",
+        "bench_report",
+        "bench_compare",
+    ):
         monkeypatch.setattr(cli, f"_{name}", lambda **options: 0)
     for arguments in commands(read(document)):
         if arguments[-1] == "--calibrate":  # said in a sentence
