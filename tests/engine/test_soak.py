@@ -75,7 +75,7 @@ def wanted(seed: int, number: int) -> Wanted:
     sampling: dict[str, Any] = alike if rng.random() < 0.15 else {"temperature": 0.0}
     sampling |= {"max_tokens": rng.randint(1, MOST_TOKENS), "ignore_eos": rng.random() < 0.5}
     if rng.random() < 0.25:
-        sampling["stop"] = rng.sample(string.ascii_letters, 3)
+        sampling["stop"] = rng.sample(string.ascii_letters, 8)
     abort_after = rng.randrange(sampling["max_tokens"]) if rng.random() < 0.15 else None
     return Wanted(prompt, sampling, rng.choice([None, None, 0, 1, 5]), abort_after)
 
