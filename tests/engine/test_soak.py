@@ -196,9 +196,12 @@ def compare(stock: dict[int, list[Any]], ours: dict[int, list[Any]]) -> list[str
             our_candidates = [dict(place) for place in our_likely[:length]] or [
                 {token: place.get(token, 0.0)} for token, place in zip(our_tokens[:length], candidates, strict=True)
             ]
-            found = parted(
-                [tokens[:length]], [our_tokens[:length]], [candidates], [our_candidates], tie=TIE, noise=NOISE
-            )
+            try:
+                found = parted(
+                    [tokens[:length]], [our_tokens[:length]], [candidates], [our_candidates], tie=TIE, noise=NOISE
+                )
+            except AssertionError as error:
+                raise AssertionError(f"request {number}: {error}") from None
             ties += [f"request {number}, {line}" for line in found]
             if not found:
                 assert (tokens, end) == (our_tokens, our_end), f"request {number} ended otherwise"
