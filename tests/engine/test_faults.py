@@ -132,7 +132,8 @@ def test_killed_and_started_again(model: ModelFactory, expected: list[list[int]]
         told = killed(server, server.pid)
     assert all("Error" in answer for answer in told), told
     assert server.exit_code == -signal.SIGKILL
-    assert not server.group(), "vLLM's engine goes on without its server: ours ends it"
+    # vLLM's engine goes on without its server until it is ended.
+    until("no process is left", lambda: not server.group())
 
     # The last in a home that cannot be written.
     with serve(model(), tmp_path / "3.log", HOME="/proc/self") as server:
