@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
+import pwd
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -275,7 +278,8 @@ def test_a_kernel_for_one_kind_of_gpu_is_compiled_for_all_it_has_and_kept(nvrtc:
         path.name.encode(): path.read_bytes() for path in (ROOT / "csrc").glob("*.cuh")
     }
     assert f'#include "{names[0].decode()}"' in text
-    assert [path.read_bytes() for path in (tmp_path / "cache").iterdir()] == [b"machine code"]
+    assert len(kept(tmp_path)) == 1
+    assert kept(tmp_path)[0].read_bytes().startswith(b"machine code")
 
 
 def test_it_is_compiled_where_nothing_can_be_kept(
@@ -284,6 +288,69 @@ def test_it_is_compiled_where_nothing_can_be_kept(
     (tmp_path / "file").touch()
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert status_of("kda_prefill_sm90").state == "runtime"
+
+
+def kept(folder: Path) -> list[Path]:
+    return list((folder / "cache").iterdir())
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [lambda whole: whole[:-1], lambda whole: whole[:5], lambda whole: b"M" + whole[1:], lambda whole: b""],
+    ids=["end cut off", "most cut off", "another byte", "empty"],
+)
+def test_it_is_compiled_again_where_what_was_kept_is_damaged(
+    nvrtc: FakeNvrtc, tmp_path: Path, damaged: Callable[[bytes], bytes]
+) -> None:
+    assert status_of("kda_prefill_sm90").state == "runtime"
+    (file,) = kept(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(damaged(whole))
+    loader._loaded.clear()
+    assert status_of("kda_prefill_sm90") == KernelStatus("kda_prefill_sm90", "runtime", "no fatbin was built")
+    assert len(nvrtc.options) == 2
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("home", ["/proc/self", None], ids=["read-only", "none"])
+def test_it_is_compiled_without_a_home_to_keep_it_in(
+    nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    monkeypatch.delenv("CUPY_CACHE_DIR")
+    if home:
+        monkeypatch.setenv("HOME", home)
+    else:  # as for a user id that /etc/passwd does not list
+
+        def no_such_user(uid: int) -> None:
+            raise KeyError(uid)
+
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", no_such_user)
+        with pytest.raises(RuntimeError, match="home"):
+            Path.home()
+    assert status_of("kda_prefill_sm90") == KernelStatus("kda_prefill_sm90", "runtime", "no fatbin was built")
+
+
+def test_a_cache_that_cupy_cannot_write_is_named_with_the_fix(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(self: FakeModule, entry: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/home/me/.cupy")
+
+    monkeypatch.setattr(FakeModule, "get_function", read_only)
+    told = "Read-only file system: '/home/me/.cupy'; set CUPY_CACHE_DIR to a folder that can be written"
+    assert status_of().state == "none"
+    assert status_of().detail.endswith(told)
+
+
+def test_neither_fatbin_nor_compiler(nvrtc: FakeNvrtc, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A damaged fatbin and a broken NVRTC: both are told."""
+    name = "kda_prefill_sm90"
+    (tmp_path / f"{name}.fatbin").write_bytes(b"no fatbin")
+    monkeypatch.setattr(FakeModule, "broken", ("path",))
+    nvrtc.log = "libnvrtc-builtins.so.13.0 is missing"
+    told = "the fatbin does not load on this GPU (path is broken), and compiling it failed: libnvrtc-builtins"
+    assert told in status_of(name).detail
 
 
 def test_the_compilers_words_are_the_status(nvrtc: FakeNvrtc) -> None:

@@ -145,6 +145,7 @@ class _Attribute(ctypes.Structure):
 
 _SHARED_BYTES = 48 << 10  # that any block may have
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CHECK_BYTES = hashlib.sha256().digest_size
 _COMES_EARLY = _Attribute(id=6, value=(ctypes.c_int * 16)(1))  # programmatic stream serialization: allowed
 
 
@@ -321,13 +322,17 @@ def _load(name: str, device: int) -> Kernel:
                 )
             return Kernel(device, _functions(module, name), KernelStatus(name, "runtime", why_not_prebuilt))
         except Exception as error:
-            raise KernelUnavailable(f"kernel {name}: {why_not_prebuilt}, and compiling it failed: {error}") from error
+            # CuPy does not compile where it cannot keep the result.
+            fix = "; set CUPY_CACHE_DIR to a folder that can be written" if isinstance(error, OSError) else ""
+            found = f"{why_not_prebuilt}, and compiling it failed: {error}{fix}"
+            raise KernelUnavailable(f"kernel {name}: {found}") from error
 
 
 def _compile(source: Path, arch: str) -> bytes:
     """Machine code that uses what one kind of GPU alone has, such as ``sm_90a``: CuPy asks NVRTC for ``sm_90`` only.
 
-    It is kept in CuPy's folder, under the hash of the source and of all headers.
+    It is kept in CuPy's folder, under the hash of the source and of all headers, its own hash after it: what was cut
+    short or damaged is compiled again.
     """
     from cupy_backends.cuda.libs import nvrtc
 
@@ -335,24 +340,33 @@ def _compile(source: Path, arch: str) -> bytes:
     text = source.read_text(encoding="utf-8")
     parts = arch.encode(), str(nvrtc.getVersion()).encode(), text.encode(), *headers, *headers.values()
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
-    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
-    kept = folder / f"{source.stem}_{digest}.cubin"
+    kept = _kernel_cache() / f"{source.stem}_{digest}.cubin"
     with contextlib.suppress(OSError):
-        return kept.read_bytes()
+        whole = kept.read_bytes()
+        cubin, check = whole[:-_CHECK_BYTES], whole[-_CHECK_BYTES:]
+        if hashlib.sha256(cubin).digest() == check:
+            return cubin
     program = nvrtc.createProgram(text, source.name, tuple(headers.values()), tuple(headers))
     try:
         nvrtc.compileProgram(program, ("-std=c++17", f"-arch={arch}"))
-        cubin: bytes = nvrtc.getCUBIN(program)
+        cubin = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         raise RuntimeError(nvrtc.getProgramLog(program) or str(error)) from error
     finally:
         nvrtc.destroyProgram(program)
     with contextlib.suppress(OSError):  # a folder that cannot be written costs the next process the time again
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as half:
-            half.write(cubin)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as half:
+            half.write(cubin + hashlib.sha256(cubin).digest())
         os.replace(half.name, kept)
     return cubin
+
+
+def _kernel_cache() -> Path:
+    """CuPy's folder of compiled kernels; one that cannot be made where the user has no home."""
+    with contextlib.suppress(RuntimeError):
+        return Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    return Path(os.devnull)
 
 
 def _find_source(name: str) -> Path | None:
