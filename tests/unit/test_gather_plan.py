@@ -219,7 +219,7 @@ def test_strides_of_size_one_dimensions_say_nothing(stride: int, gpu: Gpu) -> No
     st.sampled_from([(None, False), *((wide, scaled) for wide in WIDE for scaled in (False, True))]),
     st.integers(0, 2**31),
 )
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_any_call(
     gpu: Gpu,
     layout: str,
@@ -253,7 +253,7 @@ def test_any_call(
     st.integers(1, 2000),
     st.sampled_from([0, 1, 2, 4, 8]),
 )
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_launches_reach_every_vector_of_any_size(
     gpu: Gpu, rows: int, heads: int, width: int, dtype: torch.dtype, converts: bool, requests: int, alignment: int
 ) -> None:

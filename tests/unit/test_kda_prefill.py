@@ -70,7 +70,7 @@ sequences = st.lists(st.lists(st.integers(0, 40), min_size=3, max_size=3), min_s
 
 
 @given(sequences, st.booleans(), st.booleans(), st.sampled_from([None, -5.0]), st.integers(0, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_split_is_the_whole(
     pieces: list[list[int]], dense: bool, pool: bool, lower_bound: float | None, padding: int
 ) -> None:

@@ -124,7 +124,7 @@ def test_a_workspace_for_all_is_never_dearer(planner: Planner, step: list[Reques
     for request in step:
         if request is not None:
             costs, least = planner.costs_us(*request), ample.costs_us(*request)
-            assert ample.parts(*request) == (1, "keys")
+            assert ample.parts(*request) == (1, "whole")
             assert all(least[way] <= cost for way, cost in costs.items())
             assert all(cost >= planner.attention_us(*request) * 0.9 for cost in costs.values())
 
@@ -132,8 +132,20 @@ def test_a_workspace_for_all_is_never_dearer(planner: Planner, step: list[Reques
 @given(layers, prefills, st.integers(0, 40))
 def test_what_just_fits_is_gathered_at_once(layer: Layer, request: tuple[int, int], spare: int) -> None:
     need = layer.keys(*request) * layer.row_bytes
-    assert make(layer, workspace=need + spare).parts(*request) == (1, "keys")
-    assert make(layer, workspace=need - 1).parts(*request).calls != 1
+    assert make(layer, workspace=need + spare).parts(*request) == (1, "whole")
+    without = make(layer, workspace=need - 1).parts(*request)
+    assert without == (0, "whole") or without.of != "whole"
+
+
+def test_a_gather_of_all_but_the_step_s_own_tokens_is_merged_and_costs_that() -> None:
+    layer, request = dataclasses.replace(GQA, num_kv_heads=1), (2048, 300_000)
+    fits, not_quite = (make(layer, workspace=tokens * layer.row_bytes) for tokens in (302_048, 302_047))
+    assert fits.parts(*request) == (1, "whole")
+    assert not_quite.parts(*request) == (1, "keys")
+    merged = H200.call_us + 3 * fits.partial_bytes(2048) / (H200.gather_tbps * 1e6)
+    assert not_quite.costs_us(*request)["gather"] - fits.costs_us(*request)["gather"] >= merged
+    hosts = [planner.host_us([request], ["gather"]) for planner in (fits, not_quite)]
+    assert hosts == pytest.approx([H200.gather_host_us, H200.gather_host_us + H200.fresh_host_us])
 
 
 @given(planners, prefills)

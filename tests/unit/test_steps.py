@@ -276,7 +276,7 @@ step_requests = st.lists(
 
 
 @given(step_layers, step_requests, st.sampled_from(["auto", "always"]), st.integers(20, 900), st.integers(1, 2000))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_query_goes_once_and_sees_every_key_once(
     layer: Layer, requests: list[tuple[int, int]], mode: str, room: int, blocks: int
 ) -> None:
