@@ -138,7 +138,7 @@ def test_what_just_fits_is_gathered_at_once(layer: Layer, request: tuple[int, in
 
 
 def test_a_gather_of_all_but_the_step_s_own_tokens_is_merged_and_costs_that() -> None:
-    layer, request = dataclasses.replace(GQA, num_kv_heads=1), (2048, 300_000)
+    layer, request = Layer(4, 4, 128, 16), (2048, 300_000)
     fits, not_quite = (make(layer, workspace=tokens * layer.row_bytes) for tokens in (302_048, 302_047))
     assert fits.parts(*request) == (1, "whole")
     assert not_quite.parts(*request) == (1, "keys")
