@@ -221,6 +221,16 @@ def test_small_workspace_takes_several_gathers(engine_config: VllmConfig, monkey
     assert STATS.gathered_bytes - before[2] == tokens * row_bytes
 
 
+def test_requests_that_just_fit_are_one_gather(engine_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    row_bytes = KV_HEADS * 2 * HEAD_SIZE * 4
+    for room, gathers in ((39, 2), (40, 1)):
+        monkeypatch.setattr("vllm_kda_plugin.attention.workspace.budget_bytes", lambda config, r=room: r * row_bytes)
+        batch = Batch([(12, 3), (24, 1)], token_major())
+        before = STATS.gathers
+        assert_close(run(engine_config, batch), batch.expected([True] * 2))
+        assert STATS.gathers - before == gathers
+
+
 def test_window_gathers_only_what_it_sees(engine_config: VllmConfig) -> None:
     batch = Batch([(60, 2)], token_major())
     before = STATS.gathered_tokens

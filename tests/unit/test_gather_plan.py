@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.exact import FP8, WIDE
@@ -207,6 +207,80 @@ def test_strides_of_size_one_dimensions_say_nothing(stride: int, gpu: Gpu) -> No
                 call[name] = odd_strides(call[name], stride)
             [entry] = check(gpu, call)
             assert entry.split("_")[-2] == "16"
+
+
+@given(
+    st.sampled_from(LAYOUTS),
+    st.sampled_from(PAIRS),
+    st.sampled_from(OUTS),
+    st.sampled_from(DTYPES),
+    st.tuples(st.integers(1, 5), st.integers(1, 20), st.integers(1, 4), st.integers(1, 9) | st.just(16)),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=4) | st.just([(3, 1)] * 33),
+    st.sampled_from([(None, False), *((wide, scaled) for wide in WIDE for scaled in (False, True))]),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_any_call(
+    gpu: Gpu,
+    layout: str,
+    pair: str,
+    out: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    requests: list[tuple[int, int]],
+    wide: tuple[torch.dtype | None, bool],
+    seed: int,
+) -> None:
+    generator = seeded(seed)
+    key_cache, value_cache = make_pair(pair, layout, *shape, dtype, generator)
+    options: Any = {}
+    if dtype in FP8 and wide[0] is not None:
+        scales = {name: torch.rand(shape[2], generator=generator) + 0.1 for name in ("k_scale", "v_scale")}
+        options = {"dtype": wide[0], "scales": scales if wide[1] else None}
+    starts, lens = ([request[i] for request in requests] for i in range(2))
+    check(gpu, table_call(key_cache, value_cache, starts, lens, generator, out, **options))
+    if value_cache is not None:
+        slots = random_slots(sum(lens), shape[0] * shape[1], INDICES[seed % 2], generator)
+        check(gpu, slots_call(key_cache, value_cache, slots, out, **options))
+
+
+@given(
+    st.integers(1, 1 << 20),
+    st.integers(1, 128),
+    st.sampled_from([1, 8, 24, 64, 96, 128, 192, 256, 512, 576]),
+    st.sampled_from([torch.half, torch.float32, torch.uint8, *FP8]),
+    st.booleans(),
+    st.integers(1, 2000),
+    st.sampled_from([0, 1, 2, 4, 8]),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_launches_reach_every_vector_of_any_size(
+    gpu: Gpu, rows: int, heads: int, width: int, dtype: torch.dtype, converts: bool, requests: int, alignment: int
+) -> None:
+    def form(*shape: int, dtype: torch.dtype = torch.int32) -> Form:
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        return Form(torch.Size(shape), tuple(strides), dtype, CUDA)
+
+    out_dtype = torch.half if converts and dtype in FP8 else dtype
+    key, cache = form(rows, heads, width, dtype=out_dtype), form(10, 16, heads, width, dtype=dtype)
+    table, bounds, starts = form(requests, 100), form(requests + 1), form(requests)
+    plan = plan_table(key, key, cache, cache, table, bounds, starts, None, None, alignment, alignment, "auto")
+    [(launch, _)] = plan.launches
+    launched: Any = launch
+    a, loads = launched.constants, int(launched.entry.rpartition("_")[2])
+    vector = int(launched.entry.split("_")[-2])
+    assert alignment % vector == 0
+    assert a["token_vecs"] * vector == 2 * heads * width * dtype.itemsize
+    assert a["step_runs"] * a["run_vecs"] + a["step_vecs"] == launched.threads
+    a_block = launched.threads * loads
+    if "narrow" in launched.entry:
+        assert (launched.blocks - 1) * a_block < rows * a["token_vecs"] <= launched.blocks * a_block
+    else:
+        assert launched.blocks == rows * a["row_blocks"]
+        assert a["piece_vecs"] <= a_block
+        parts = a["pieces"] if "wide" in launched.entry else 2 * a["pieces"]
+        assert a["row_blocks"] == parts
+        assert parts * a["piece_vecs"] >= a["token_vecs"]
 
 
 # ---- fp8 to 16 bits -------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support import kda_calls
 from tests.support.kda_calls import LAYOUTS, TENSORS, Args, expected, refuses, rows_of_pool
@@ -62,6 +64,46 @@ def test_writes_what_the_reference_gives(provider: Provider, lower_bound: float 
     assert torch.equal(final_state, wanted.final_state)
     assert wanted.checkpoint_state is not None
     assert torch.equal(args["checkpoint_state"][2], wanted.checkpoint_state[2])
+
+
+sequences = st.lists(st.lists(st.integers(0, 40), min_size=3, max_size=3), min_size=1, max_size=5)
+
+
+@given(sequences, st.booleans(), st.booleans(), st.sampled_from([None, -5.0]), st.integers(0, 3))
+@settings(max_examples=40)
+def test_any_split_is_the_whole(
+    pieces: list[list[int]], dense: bool, pool: bool, lower_bound: float | None, padding: int
+) -> None:
+    """Three calls with a piece of each sequence, which may be empty, and the states that the last one left."""
+    provider = DenseTorch() if dense else TORCH
+    lens = [sum(piece) for piece in pieces]
+    whole = kda_calls.arguments(provider, lens, HEADS, DIM, lower_bound=lower_bound, pool=pool)
+    del whole["checkpoint_state"], whole["checkpoint_offsets"]
+    states = whole["initial_state"].clone()
+    out = torch.full_like(whole["out"], torch.nan)
+    starts = whole["cu_seqlens"][:-1].tolist()
+    begun = [0] * len(pieces)
+    for call in range(3):
+        ranges = [
+            range(start + at, start + at + piece[call]) for start, at, piece in zip(starts, begun, pieces, strict=True)
+        ]
+        rows = torch.tensor([row for tokens in ranges for row in tokens], dtype=torch.long)
+        args = kda_calls.arguments(provider, list(map(len, ranges)), HEADS, DIM, pool=pool, padding=padding)
+        del args["checkpoint_state"], args["checkpoint_offsets"]
+        for name in ("q", "k", "v", "g", "beta"):
+            args[name][:, : len(rows)] = whole[name][:, rows]
+        args |= {name: whole[name] for name in ("A_log", "dt_bias", "lower_bound")} | {"initial_state": states}
+        if pool:
+            args["state_indices"] = whole["state_indices"]
+            args["has_initial_state"] = whole["has_initial_state"] | (call > 0)
+        kda_prefill(**args)
+        assert bool((args["out"][:, len(rows) :] == 7).all())
+        out[:, rows] = args["out"][:, : len(rows)]
+        states = states if pool else args["final_state"]
+        begun = [at + piece[call] for at, piece in zip(begun, pieces, strict=True)]
+    kda_prefill(**whole)
+    torch.testing.assert_close(out, whole["out"], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(states, whole["initial_state"] if pool else whole["final_state"], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("provider", [TORCH, DenseTorch()], ids=["strided", "dense"])
@@ -276,6 +318,16 @@ def test_what_is_written_has_memory_of_its_own(name: str) -> None:
     size = args[name].numel() * args[name].itemsize // whole.itemsize
     args[name] = whole[:size].view(args[name].dtype).view(args[name].shape)
     refuses(args, rf"^{name} shares memory with initial_state, must be memory of its own$")
+
+
+def test_neighbours_in_memory_do_not_share_it() -> None:
+    args = arguments()
+    sizes = [args[name].numel() for name in ("q", "out", "v")]
+    parts = torch.zeros(sum(sizes)).split(sizes)
+    for name, part in zip(("q", "out", "v"), parts, strict=True):
+        args[name] = part.view(args[name].shape).copy_(args[name])
+    kda_prefill(**args)
+    assert torch.equal(args["out"], expected(args, args["initial_state"]).out)
 
 
 def test_no_sequence_and_no_token() -> None:

@@ -104,6 +104,62 @@ def test_a_step_that_cannot_gain_stays_stock(planner: Planner, step: list[Reques
         assert set(planner.choose(step)) == {"paged"}
 
 
+@given(planners, prefills, st.integers(0, 5000), st.integers(0, 50_000))
+def test_more_tokens_never_cost_less(planner: Planner, request: tuple[int, int], query: int, context: int) -> None:
+    layer = dataclasses.replace(planner.layer, must_gather=False)
+    planner = dataclasses.replace(planner, layer=layer)
+    few, queries = planner.costs_us(*request), planner.costs_us(request[0] + query, request[1])
+    assert few["paged"] > 0
+    assert all(queries[way] >= few[way] for way in ("paged", "fresh") if way in few and way in queries)
+    if request[1]:
+        assert planner.costs_us(request[0], request[1] + context)["paged"] >= few["paged"]
+    if layer.num_kv_heads == 1 or layer.window is not None:  # else it is cut another way, where that fits better
+        counts = [planner.parts(*request).calls, planner.parts(request[0] + query, request[1]).calls]
+        assert counts[0] <= counts[1] or counts[1] == 0
+
+
+@given(planners, steps)
+def test_a_workspace_for_all_is_never_dearer(planner: Planner, step: list[Request]) -> None:
+    ample = dataclasses.replace(planner, workspace_bytes=1 << 50)
+    for request in step:
+        if request is not None:
+            costs, least = planner.costs_us(*request), ample.costs_us(*request)
+            assert ample.parts(*request) == (1, "whole")
+            assert all(least[way] <= cost for way, cost in costs.items())
+            assert all(cost >= planner.attention_us(*request) * 0.9 for cost in costs.values())
+
+
+@given(layers, prefills, st.integers(0, 40))
+def test_what_just_fits_is_gathered_at_once(layer: Layer, request: tuple[int, int], spare: int) -> None:
+    need = layer.keys(*request) * layer.row_bytes
+    assert make(layer, workspace=need + spare).parts(*request) == (1, "whole")
+    without = make(layer, workspace=need - 1).parts(*request)
+    assert without == (0, "whole") or without.of != "whole"
+
+
+def test_a_gather_of_all_but_the_step_s_own_tokens_is_merged_and_costs_that() -> None:
+    layer, request = Layer(4, 4, 128, 16), (2048, 300_000)
+    fits, not_quite = (make(layer, workspace=tokens * layer.row_bytes) for tokens in (302_048, 302_047))
+    assert fits.parts(*request) == (1, "whole")
+    assert not_quite.parts(*request) == (1, "keys")
+    merged = H200.call_us + 3 * fits.partial_bytes(2048) / (H200.gather_tbps * 1e6)
+    assert not_quite.costs_us(*request)["gather"] - fits.costs_us(*request)["gather"] >= merged
+    hosts = [planner.host_us([request], ["gather"]) for planner in (fits, not_quite)]
+    assert hosts == pytest.approx([H200.gather_host_us, H200.gather_host_us + H200.fresh_host_us])
+
+
+@given(planners, prefills)
+def test_parts_hold_every_key(planner: Planner, request: tuple[int, int]) -> None:
+    query, context = request
+    layer, room, chunks = planner.layer, planner.chunk_tokens(query), planner._chunks(query, context)
+    assert room * layer.row_bytes + planner.partial_bytes(query) <= planner.workspace_bytes or room == 0
+    assert room % layer.page_size == 0 or room < layer.page_size
+    if chunks:
+        covered = chunks * room
+        keys = context if layer.can_fresh else context + query
+        assert covered - room < keys <= covered
+
+
 HOST_BOUND = dataclasses.replace(H200, paged_host_us=80.0, fresh_host_us=80.0, gather_host_us=95.0)
 
 

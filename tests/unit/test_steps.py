@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.flash import attention, flash_attn_varlen_func, merge_attn_states
 from vllm_kda_plugin.attention import planner as planning
@@ -247,6 +249,98 @@ def test_random_batches(seed: int) -> None:
     room = int(random.choice([150, 300, 1000]))
     planner = planner_for(layer, "always", room)
     check(planner, batch, seed, sinks=bool(random.random() < 0.3) and not alibi, soft_cap=float(random.choice([0, 5])))
+
+
+# One for the layers of these tests, by which gathering gains always.
+GAINS = dataclasses.replace(
+    H200, rates=(Rate(16, 1, "other", "16-bit", attention_tflops=1e-3, paged_penalty=0.5, fresh_penalty=0.5),)
+)
+step_layers = st.builds(
+    Layer,
+    num_heads=st.sampled_from([4, 8, 12]),
+    num_kv_heads=st.sampled_from([1, 2, 4]),
+    head_size=st.just(16),
+    page_size=st.sampled_from([1, 16, 48]),
+    window=st.none() | st.integers(0, 200),
+    can_fresh=st.booleans(),
+    can_chunk=st.booleans(),
+    must_gather=st.booleans(),
+)
+step_requests = st.lists(
+    st.tuples(st.integers(0, 4) | st.integers(0, 90), st.integers(0, 300)).map(
+        lambda request: request if request[0] else (0, 0)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(step_layers, step_requests, st.sampled_from(["auto", "always"]), st.integers(20, 900), st.integers(1, 2000))
+@settings(max_examples=300)
+def test_every_query_goes_once_and_sees_every_key_once(
+    layer: Layer, requests: list[tuple[int, int]], mode: str, room: int, blocks: int
+) -> None:
+    planner = Planner(layer, mode, GAINS, room * layer.row_bytes + blocks)  # type: ignore[arg-type]
+    queries, contexts = (np.array(numbers) for numbers in zip(*requests, strict=True))
+    starts = np.array([0, *queries.cumsum()])
+    try:
+        step = plan_step(planner, starts, queries + contexts, DECODE_TOKENS, max(1, int(queries.max())))
+    except RuntimeError:
+        assert layer.must_gather
+        return
+    if step is None:
+        return
+    written = np.zeros((int(starts[-1]), layer.num_kv_heads), dtype=int)
+    # By request and KV head: first position and number of keys, in the order of the calls.
+    seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    last_part = None
+    for call in step.calls:
+        heads = call.kv_heads or slice(0, layer.num_kv_heads)
+        rows = range(call.requests.start, call.requests.stop)
+        assert call.tokens == slice(starts[rows.start], starts[rows.stop])
+        assert call.max_query == max(queries[call.requests]) or call.way == "paged"
+        if call.part in (None, 0):
+            written[call.tokens, heads] += 1
+        else:  # right after the part before it, and only context
+            assert (call.way, call.part) == ("gather", last_part + 1 if last_part is not None else None)
+        last_part = call.part
+        cu_keys, firsts = step.numbers[call.cu_keys], step.numbers[call.first_keys]
+        if call.way != "paged":
+            assert list(step.numbers[call.cu_queries]) == [0, *queries[call.requests].cumsum()]
+            assert cu_keys[-1] == call.num_keys
+            assert max(end - start for start, end in itertools.pairwise(cu_keys)) == call.max_keys
+        if call.way == "gather":
+            a_row = layer.row_bytes * (heads.stop - heads.start) // layer.num_kv_heads
+            room_left = planner.workspace_bytes
+            if call.part is not None:
+                room_left -= planner.partial_bytes(call.max_query)
+            assert call.num_keys * a_row <= room_left
+        for i, row in enumerate(rows):
+            query, context = requests[row]
+            if not query:
+                continue
+            if call.way == "paged":
+                keys = context + query - layer.keys(query, context), layer.keys(query, context)
+                assert call.max_query >= query
+                assert call.max_keys >= context + query
+            elif call.way == "fresh":
+                assert call.part == 0 or context == 0
+                keys = context, query
+            else:
+                keys = firsts[i], cu_keys[i + 1] - cu_keys[i]
+            if call.part == 0:  # it is the causal one
+                assert keys[0] <= context
+                assert sum(keys) == context + query
+            for head in range(heads.start, heads.stop):
+                seen.setdefault((row, head), []).append(keys)
+    assert (written == 1).all()
+    for (row, _), pieces in seen.items():
+        query, context = requests[row]
+        at = context + query - layer.keys(query, context)
+        for first, number in sorted(pieces):
+            assert first == at
+            at += number
+        assert at == context + query
 
 
 @pytest.mark.parametrize(("can_fresh", "page"), itertools.product([True, False], [16, 48]))

@@ -27,9 +27,10 @@ class Parts(NamedTuple):
     """How a request is cut whose K and V may not fit the workspace."""
 
     calls: int
-    """1 for whole, 0 where it cannot be gathered."""
-    of: Literal["heads", "keys"] = "keys"
-    """Some KV heads at a time, which changes no result; or some keys at a time, whose results are merged."""
+    """Gathers, 0 where it cannot be gathered."""
+    of: Literal["whole", "heads", "keys"] = "whole"
+    """All at once; some KV heads at a time, which changes no result; or some keys at a time, whose results are merged:
+    where the step's own are fresh, even one gather of all others is such a part."""
 
 
 Request = tuple[int, int] | None
@@ -337,7 +338,7 @@ class Planner:
         by_keys = self._chunks(query, context)
         if by_heads and (not by_keys or self._busy(query, by_heads) >= 0.95 * self._busy(query, 1)):
             return Parts(by_heads, "heads")
-        return Parts(by_keys)
+        return Parts(by_keys, "keys") if by_keys else Parts(0)
 
     def _chunks(self, query: int, context: int) -> int:
         """Gathers that are merged, 0 if they cannot be."""
@@ -375,7 +376,7 @@ class Planner:
             measured = self.calibration or H200
             moved = layer.keys(query, context) * layer.moved_bytes
             extra = 0.0
-            if parts.calls > 1:
+            if parts.of != "whole":
                 extra = parts.calls * (measured.gather_us + measured.call_us)
                 if parts.of == "keys":  # a part's result is written, and read to be merged
                     moved += parts.calls * 3 * self.partial_bytes(query)
@@ -486,9 +487,11 @@ class Planner:
         }
         total = 0.0
         for i, (request, way) in enumerate(zip(requests, ways, strict=True)):
-            calls = self.parts(*request).calls if way == "gather" and request is not None else 1
-            if i == 0 or ways[i - 1] != way or calls > 1 or not self._joins(way):
-                total += each[way] * calls
+            parts = self.parts(*request) if way == "gather" and request is not None else Parts(1)
+            if i == 0 or ways[i - 1] != way or parts.of != "whole" or not self._joins(way):
+                total += each[way] * parts.calls
+            if parts.of == "keys" and self.layer.can_fresh:
+                total += each["fresh"]
         return total
 
     def _weighed_us(self, costs: dict[Way, float]) -> dict[Way, float]:
