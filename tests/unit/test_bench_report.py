@@ -230,7 +230,7 @@ def full(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     odd = {"state": "failed", "seconds": 1.0, "reason": "<script>alert('x')</script>", "tail": ['<b> & "c"']}
     done = {"state": "done", "seconds": 61.2, "began": "2026-01-01T00:00:00+00:00", "command": "vllm-kda bench"}
-    parts: dict[str, Any] = {name: done for name in KINDS} | {"kda": odd}
+    parts: dict[str, Any] = dict.fromkeys(KINDS, done) | {"kda": odd}
     for name in ("gather", "attention-h200", "serve-h200"):
         shutil.copy(DOCS / f"{name}.json", folder / f"{name.removesuffix('-h200')}.json")
         (folder / f"{name.removesuffix('-h200')}.png").write_bytes(PNG)
