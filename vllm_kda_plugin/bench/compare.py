@@ -21,6 +21,7 @@ from rich.table import Table
 KINDS = ("gather", "attention", "kda", "kda-overhead", "serve")
 """The benchmarks, and in a report's folder their JSON files without ``.json``."""
 _PIPE_COLUMNS = 160
+_MOST_ALONE = 6
 _LOAD = ("load", "settings")
 
 
@@ -202,7 +203,10 @@ def show(found: Mapping[str, Comparison], threshold: float) -> None:
     for kind, one in found.items():
         for which, names in zip(("first", "second"), one.only, strict=True):
             if names:
-                console.print(f"{kind}, in the {which} only: {escape('; '.join(names))}", soft_wrap=True)
+                more = f"; and {len(names) - _MOST_ALONE} more" if len(names) > _MOST_ALONE else ""
+                console.print(
+                    f"{kind}, in the {which} only: {escape('; '.join(names[:_MOST_ALONE]))}{more}", soft_wrap=True
+                )
 
 
 def _pairs(before: Path, after: Path) -> tuple[dict[str, tuple[dict[str, Any], dict[str, Any]]], dict[str, str]]:

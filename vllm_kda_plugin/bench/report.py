@@ -82,7 +82,7 @@ PARTS = (
     Part("gather", ("gather",), (20, 60)),
     Part("attention", ("attention",), (0, 200), needs_gpu=True, needs_vllm=True),
     Part("kda", ("kda",), (15, 400)),
-    Part("kda-overhead", ("kda", "--overhead"), (150, 200), needs_vllm=True),
+    Part("kda-overhead", ("kda", "--overhead"), (30, 200), needs_vllm=True),
     Part("serve", ("serve",), (100, 300), needs_vllm=True),
 )
 Row = dict[str, Any]

@@ -39,7 +39,7 @@ tbody tr:hover { background: var(--soft); }
 code, pre { font: .85rem/1.4 ui-monospace, monospace; background: var(--soft); }
 code { padding: .1rem .3rem; overflow-wrap: anywhere; }
 pre { padding: .7rem; overflow-x: auto; }
-img { max-width: 100%; max-height: 60rem; background: #fff; display: block; }
+img { max-width: 100%; max-height: 42rem; background: #fff; display: block; }
 summary { cursor: pointer; padding: .3rem 0; }
 .failed, .interrupted { color: var(--bad); font-weight: 600; }
 .done { color: var(--good); }
@@ -78,7 +78,8 @@ nav a { margin-right: 1rem; }
 %}.{% if part.partial %} What follows is what it had written; it may be wrong or lack cases.{% endif %}</p>
 {% endif %}
 {% if part.row.tail %}<p>The last lines it said:</p><pre>{{ part.row.tail | join("\n") }}</pre>{% endif %}
-{% for note in part.notes %}<p>{{ note }}</p>{% endfor %}
+{% if part.notes %}<ul>{% for note in part.notes %}<li>{{ note }}</li>{% endfor %}</ul>{% endif %}
+
 {% for table in part.tables %}
 {% set shut = table.rows | length > most_open_rows %}
 {% if shut %}<details><summary>{{ table.title }}, {{ table.rows | length }} rows</summary>
