@@ -290,7 +290,7 @@ def test_every_query_goes_once_and_sees_every_key_once(
         return
     if step is None:
         return
-    written = np.zeros((int(starts[-1]), layer.num_kv_heads), dtype=int)
+    written: np.ndarray = np.zeros((int(starts[-1]), layer.num_kv_heads), dtype=int)
     # By request and KV head: first position and number of keys, in the order of the calls.
     seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
     last_part = None
